@@ -1,0 +1,1 @@
+"""Compress the visual tokens of large vision-language models."""
