@@ -71,7 +71,8 @@ class AttentionRows:
             if self.softcap is not None:
                 logits = self.softcap * torch.tanh(logits / self.softcap)
             if self.bias is not None:
-                logits = logits + self.bias[:, :, block].float()
+                # Masks hold the lowest number of the model's dtype; in float64 that is -inf here, and a padded row NaN.
+                logits = logits + self.bias[:, :, block].float().clamp(min=torch.finfo(torch.float32).min)
             probabilities = logits.softmax(dim=-1)
             columns = self.columns[:, None, None, :].expand(-1, heads, block.stop - start, -1)
             yield probabilities.gather(-1, columns), self.rows_valid[:, block]
@@ -180,6 +181,8 @@ class Selector(Component, ABC):
 
 class Merger(Component, ABC):
     """Says what becomes of the tokens that leave."""
+
+    changes_states: ClassVar[bool] = True
 
     @abstractmethod
     def merge(self, hidden: Tensor, kept: Tensor, ctx: PruneContext) -> Tensor:

@@ -1,0 +1,46 @@
+"""What Qwen2-VL and Qwen2.5-VL share: grids per image and clip, M-RoPE positions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from tokenprune.tokens import TokenSpan
+from tokenprune_adapters._decoder import DecoderAdapter, _runs
+
+
+class QwenVLAdapter(DecoderAdapter):
+    """Images and clips of any size: the processor's `*_grid_thw` says how many tokens each has."""
+
+    def visual_tokens_per_image(self, config: Any) -> int | None:
+        """Return None: it depends on the image."""
+        return None
+
+    def spans(self, config: Any, inputs: Mapping[str, Any]) -> list[tuple[TokenSpan, ...]]:
+        """Return images and clips, with (frames, rows, columns) after the merger joined `spatial_merge_size`^2 patches."""
+        merge = config.vision_config.spatial_merge_size
+        grids = {
+            "image": _grids(inputs.get("image_grid_thw"), merge),
+            "video": _grids(inputs.get("video_grid_thw"), merge),
+        }
+        ids: Tensor = inputs["input_ids"]
+        rows = []
+        for row in ids:
+            spans: list[TokenSpan] = []
+            for run in _runs((row == config.image_token_id) | (row == config.video_token_id)):
+                start = run.start
+                while start < run.stop:
+                    modality = "image" if row[start] == config.image_token_id else "video"
+                    grid = next(grids[modality])
+                    size = grid[0] * grid[1] * grid[2]
+                    spans.append(TokenSpan(tuple(range(start, start + size)), grid, modality))  # type: ignore[arg-type]
+                    start += size
+            rows.append(tuple(spans))
+        return rows
+
+
+def _grids(grid_thw: Tensor | None, merge: int) -> Iterator[tuple[int, int, int]]:
+    for frames, rows, columns in grid_thw.tolist() if grid_thw is not None else ():
+        yield frames, rows // merge, columns // merge

@@ -1,0 +1,733 @@
+"""`compress(model, policy)`: puts a plan on a model for the length of a `with` block. The only file that registers hooks.
+
+How it works, in one paragraph. The logical sequence never changes: masks, position ids, `generate` and the shapes of the
+outputs see the full prompt. Before each decoder layer, a hook cuts what the layer receives (states, rotary embeddings,
+mask) to a compact view of the positions still alive, and tells the layer's cache which positions arrive. Where a stage
+acts, the hook first asks scorer and selector which visual tokens stay. After the last layer the states are put back to
+logical length; a dropped position holds the state it had when it left. The attention kernel is never switched.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from time import perf_counter
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tokenprune import cache as caches
+from tokenprune import compat
+from tokenprune.errors import (
+    InputError,
+    PluginContractError,
+    SessionError,
+    UnsupportedModelError,
+)
+from tokenprune.interfaces import AttentionRows, PruneContext
+from tokenprune.plan import Plan, PlannedStage, plan
+from tokenprune.policy import Policy
+from tokenprune.report import Report, StageRecord
+from tokenprune.sequence import Slots, View, Visuals, cut_mask, take
+
+__all__ = ["LayerTimes", "Session", "compress", "time_layers"]
+
+
+def compress(model: nn.Module, policy: str | Path | Mapping[str, Any] | Policy, **overrides: Any) -> Session:
+    """Run `model` with its visual tokens compressed by `policy` inside a `with` block.
+
+    policy: a name (`tokenprune list` shows them, `?key=value` overrides parts), a path to a YAML file, a mapping, or a
+    Policy. overrides: the same as `?key=value`, for keys that are Python names (`seed=1`, `average_tokens=128`).
+
+    The model and its attention kernel stay as they are, and leaving the block restores everything. Raises PolicyError,
+    UnsupportedModelError or SessionError before anything runs.
+    """
+    return Session(model, plan(Policy.load(policy, **overrides) if overrides else policy, model))
+
+
+class NoVisualTokensWarning(UserWarning):
+    """A prompt held no visual token, so there was nothing to compress and it ran unpruned."""
+
+
+_active: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_active_lock = threading.Lock()
+
+
+class Session:
+    """A plan on a model. Use as a context manager; `report` tells about the last prefill."""
+
+    def __init__(self, model: nn.Module, plan: Plan) -> None:
+        self.model = model
+        self.plan = plan
+        self._decoder = plan.adapter.decoder(model)
+        self._layers = plan.adapter.layers(model)
+        self._handles: list[Any] = []
+        self._inputs: dict[str, Any] = {}
+        self._run: _Forward | None = None
+        self._forwards = 0
+        self._prefills = 0
+        self._report = Report(plan.policy.name, plan.policy.digest)
+        self._unchecked: list[tuple[Tensor, str]] = []
+
+    @property
+    def policy(self) -> Policy:
+        """The policy in force."""
+        return self.plan.policy
+
+    @property
+    def report(self) -> Report:
+        """What the last prefill did."""
+        self._check_contracts()
+        return self._report
+
+    def __enter__(self) -> Session:
+        path = _modules_between(self.model, self._decoder)
+        self._refuse_what_cannot_work(path)
+        with _active_lock:
+            if self._decoder in _active:
+                raise SessionError("this model is already inside a compress block; leave it first, policies do not nest")
+            _active.add(self._decoder)
+        for module in path:
+            self._hook(module.register_forward_pre_hook(self._see_inputs, with_kwargs=True))
+        self._hook(self._decoder.register_forward_pre_hook(self._begin, with_kwargs=True))
+        for index, layer in enumerate(self._layers):
+            self._hook(layer.register_forward_pre_hook(self._before_layer(index), with_kwargs=True))
+        self._hook(self._layers[-1].register_forward_hook(self._after_last_layer))
+        for index in self._tapped_layers():
+            self._hook(self._layers[index].register_forward_hook(self._untap, always_call=True))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        if self._run is not None:
+            self._run.untap()
+        self._run, self._inputs = None, {}
+        with _active_lock:
+            _active.discard(self._decoder)
+        if kind is None:
+            self._check_contracts()
+            if not self._forwards:
+                warnings.warn(
+                    f"no forward pass of this model ran inside the compress block, so policy {self.policy.name!r} "
+                    "had no effect",
+                    stacklevel=2,
+                )
+
+    def _hook(self, handle: Any) -> None:
+        self._handles.append(handle)
+
+    def _tapped_layers(self) -> set[int]:
+        found = set()
+        for stage in self.plan.stages:
+            signal = stage.signal("attention")
+            if signal is not None and signal.layer == "previous":
+                found.add(stage.layer - 1)
+        return found
+
+    def _refuse_what_cannot_work(self, path: Sequence[nn.Module]) -> None:
+        if any(compat.is_compiled(module) for module in (*path, self._decoder, *self._layers)):
+            raise SessionError(
+                "this model was compiled before compress and would ignore it; compile the decoder layers' forward "
+                "methods instead (layer.forward = torch.compile(layer.forward, dynamic=True))"
+            )
+        if compat.mask_form(self._decoder.config) == "block":
+            raise UnsupportedModelError(
+                "flex_attention masks cannot be cut yet; load the model with attn_implementation='sdpa'"
+            )
+
+    # ---- one forward pass -------------------------------------------------------------------------------------------
+
+    def _see_inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Remember what the caller gave; the decoder itself no longer sees the token ids."""
+        given = _named(module, args, kwargs)
+        self._inputs.update({name: value for name, value in given.items() if value is not None})
+
+    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Start the forward pass of the text model."""
+        given = _named(module, args, kwargs)
+        inputs, self._inputs = {**given, **self._inputs}, {}
+        states = given.get("inputs_embeds")
+        rows, length = (states if states is not None else given["input_ids"]).shape[:2]
+        self._forwards += 1
+        if compat.checkpointing_reruns_hooks() and module.training and getattr(module, "gradient_checkpointing", False):
+            raise SessionError(
+                f"gradient checkpointing of transformers {compat.transformers_version()} runs hooks twice; "
+                "switch it off or use a newer transformers"
+            )
+        self._run = _Forward(rows, length)
+        if length > 1:  # a single token is a decoding step: whatever its id, there is nothing to drop
+            self._run.find_visuals(self.plan, self.model, inputs)
+            if self._run.visuals is None and not _tokens_seen(inputs):
+                note = "the prompt holds no visual token; it ran unpruned"
+                warnings.warn(note, NoVisualTokensWarning, stacklevel=2)
+                self._report = Report(self.policy.name, self.policy.digest, notes=(note,))
+
+    def _before_layer(self, index: int) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]] | None]:
+        stage = self.plan.stage_at().get(index)
+        follower = self.plan.stage_at().get(index + 1)
+
+        def hook(
+            layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+            run = self._run
+            if run is None:
+                return None
+            given = _named(layer, args, kwargs)
+            states = given["hidden_states"]
+            if stage is not None and run.visuals is not None:
+                states = self._act(run, stage, layer, index, given)
+            cut = self._cut(run, index, given, states)
+            if follower is not None and run.visuals is not None:
+                self._watch(run, follower, layer, states)
+            return None if cut is None else ((), cut)
+
+        return hook
+
+    def _after_last_layer(self, layer: nn.Module, args: Any, output: Any) -> Any:
+        run, self._run = self._run, None
+        if run is None or run.view is None:
+            return None
+        assert run.logical is not None
+        if isinstance(output, tuple):
+            return (run.view.put_back(run.logical, output[0]), *output[1:])
+        return run.view.put_back(run.logical, output)
+
+    # ---- a stage ----------------------------------------------------------------------------------------------------
+
+    def _act(
+        self, run: _Forward, stage: PlannedStage, layer: nn.Module, index: int, given: dict[str, Any]
+    ) -> Tensor:
+        """Drop tokens before this layer; return the physical states it continues with."""
+        states: Tensor = given["hidden_states"]
+        visuals = run.visuals
+        assert visuals is not None
+        keep = [self.plan.counts(n)[stage.number] for n in visuals.original]
+        keep = [min(wanted, alive) for wanted, alive in zip(keep, visuals.counts, strict=True)]
+        past = _tokens_seen_by(given, index)
+        before, scores = run.positions(visuals, past), None
+        if tuple(keep) != visuals.counts:
+            signal = stage.signal("attention")
+            if signal is not None and signal.layer == "this":
+                run.attention = self._probe(run, stage, layer, index, given)
+            context = self._context(run, stage, states)
+            with torch.no_grad():
+                kept, scores = self._select(stage, context, visuals, keep)
+            if stage.merger.changes_states:
+                states = self._merge(stage, context, run, states, kept)
+            states = run.narrow(states, kept, keep)
+        self._record(run, stage, before, run.positions(run.visuals, past), scores)
+        return states
+
+    def _context(self, run: _Forward, stage: PlannedStage, states: Tensor) -> PruneContext:
+        visuals = run.visuals
+        assert visuals is not None
+        signals: dict[str, Any] = {}
+        for signal in stage.signals:
+            if signal.name == "hidden":
+                signals["hidden"] = take(states, visuals.slots, 1)
+            elif signal.name == "previous_hidden":
+                assert run.previous is not None
+                signals["previous_hidden"] = take(run.previous, visuals.slots, 1)
+            else:
+                signals["attention"] = run.attention
+        return PruneContext(visuals.valid, visuals.ordinal, self.policy.seed, stage.number, signals)
+
+    def _select(
+        self, stage: PlannedStage, context: PruneContext, visuals: Visuals, keep: Sequence[int]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return [B, N] bool, what stays, and the scores it was chosen by (None for a selector that needs none)."""
+        scores = None
+        if stage.scorer is not None:
+            scores = stage.scorer.score(context)
+            if scores.shape != context.valid.shape:
+                raise PluginContractError(
+                    f"scorer {stage.scorer.name!r} returned shape {tuple(scores.shape)}, not {tuple(context.valid.shape)}"
+                )
+            finite = (scores.isfinite() | ~context.valid).all()
+            self._require(finite, f"scorer {stage.scorer.name!r} returned a score that is not finite at {stage.site}")
+            scores = scores.float().masked_fill(~context.valid, -torch.inf)
+        wanted = torch.tensor(keep, device=context.valid.device)
+        ranked = scores if scores is not None else context.valid.float()
+        kept = stage.selector.select(ranked, wanted, context)
+        if kept.shape != context.valid.shape or kept.dtype != torch.bool:
+            raise PluginContractError(
+                f"selector {stage.selector.name!r} returned {kept.dtype} {tuple(kept.shape)}, "
+                f"not bool {tuple(context.valid.shape)}"
+            )
+        exact = ((kept & context.valid).sum(dim=1) == wanted).all() & ~(kept & ~context.valid).any()
+        self._require(exact, f"selector {stage.selector.name!r} did not keep exactly the tokens asked for at {stage.site}")
+        return kept, scores
+
+    def _merge(
+        self, stage: PlannedStage, context: PruneContext, run: _Forward, states: Tensor, kept: Tensor
+    ) -> Tensor:
+        visuals = run.visuals
+        assert visuals is not None
+        hidden = take(states, visuals.slots, 1)
+        merged = stage.merger.merge(hidden, kept, replace(context, signals={**context.signals, "hidden": hidden}))
+        view = View(visuals.slots, None if min(visuals.counts) == max(visuals.counts) else visuals.valid, (), 0)
+        return view.put_back(states, merged.to(states.dtype))
+
+    def _require(self, holds: Tensor, message: str) -> None:
+        """Check a plugin's result: at once on CPU, at the end elsewhere, so that no stage waits for the device."""
+        if holds.device.type == "cpu":
+            if not holds:
+                raise PluginContractError(message)
+        else:
+            self._unchecked.append((holds, message))
+
+    def _check_contracts(self) -> None:
+        checks, self._unchecked = self._unchecked, []
+        for holds, message in checks:
+            if not holds:
+                raise PluginContractError(message)
+
+    # ---- attention of a few rows ------------------------------------------------------------------------------------
+
+    def _watch(self, run: _Forward, follower: PlannedStage, layer: nn.Module, states: Tensor) -> None:
+        """Before the layer ahead of a stage: keep what the stage's scorer will ask for."""
+        if follower.signal("previous_hidden") is not None:
+            run.previous = states
+        signal = follower.signal("attention")
+        if signal is not None and signal.layer == "previous":
+            module = self.plan.adapter.attention(layer)
+            run.tap(module, lambda call: run.read_attention(call, signal.query))
+
+    def _untap(self, layer: nn.Module, args: Any, output: Any) -> None:
+        if self._run is not None:
+            self._run.untap()
+
+    def _probe(
+        self, run: _Forward, stage: PlannedStage, layer: nn.Module, index: int, given: dict[str, Any]
+    ) -> AttentionRows | None:
+        """Run the layer up to its attention kernel on the states before the cut, to see its queries and keys."""
+        signal = stage.signal("attention")
+        assert signal is not None
+        arguments = self._cut(run, index, given, given["hidden_states"]) or dict(given)
+        name = compat.cache_argument(arguments)
+        if name is not None:
+            arguments[name] = _PeekingCache(arguments[name])
+
+        def look(call: compat.AttentionCall) -> None:
+            run.read_attention(call, signal.query)
+            raise _Seen
+
+        run.tap(self.plan.adapter.attention(layer), look)
+        try:
+            with torch.no_grad():
+                layer.forward(**arguments)
+        except _Seen:
+            pass
+        finally:
+            run.untap()
+        return run.attention
+
+    # ---- cutting ----------------------------------------------------------------------------------------------------
+
+    def _cut(self, run: _Forward, index: int, given: dict[str, Any], states: Tensor) -> dict[str, Any] | None:
+        """Return the layer's arguments on its compact view, or None when it may run untouched."""
+        name = compat.cache_argument(given)
+        cache = given[name] if name is not None else None
+        past = caches.slots_of(cache, index) if cache is not None else None
+        if run.view is None and past is None:
+            return None
+        arguments = dict(given)
+        arguments["hidden_states"] = states
+        if run.view is not None:
+            for key, value in given.items():
+                if key not in ("hidden_states", "attention_mask"):
+                    arguments[key] = run.cut(key, value)
+        keys, seen = self._keys(run, cache, index, past, states.device)
+        window = getattr(cache.layers[index], "sliding_window", None) if cache is not None else None
+        form = compat.mask_form(self._decoder.config)
+        if form == "flash":
+            self._refuse_long_window(window, keys.length)
+            # Flash kernels read gaps in position ids as several packed prompts; the rotary embedding is applied already.
+            arguments["position_ids"] = None
+        if "attention_mask" in given:
+            arguments["attention_mask"] = run.mask(given["attention_mask"], form, states.dtype, keys, seen, window)
+        return arguments
+
+    def _keys(
+        self, run: _Forward, cache: Any, index: int, past: Slots | None, device: torch.device
+    ) -> tuple[Slots, int]:
+        """Return the slots the kernel will see in this layer, and the logical length seen before this chunk."""
+        if cache is None:
+            return run.extended(run.nothing_seen(device)), 0
+        layer = caches.compact(cache, index)
+        past = layer.slots
+        if past is None:
+            past = run.nothing_seen(device)
+        keys = run.extended(past)
+        layer.arm(keys)
+        return keys, past.length
+
+    def _refuse_long_window(self, window: int | None, length: int) -> None:
+        if window is not None and length > window:
+            raise UnsupportedModelError(
+                f"a sliding window of {window} cannot be kept exact under FlashAttention for {length} tokens with gaps; "
+                "load the model with attn_implementation='sdpa'"
+            )
+
+    # ---- the report -------------------------------------------------------------------------------------------------
+
+    def _record(
+        self, run: _Forward, stage: PlannedStage, before: list[Tensor], after: list[Tensor], scores: Tensor | None
+    ) -> None:
+        run.records.append(
+            StageRecord(
+                site=stage.site,
+                layer=stage.layer,
+                scorer=stage.scorer.name if stage.scorer is not None else stage.selector.name,
+                tokens_in=[len(row) for row in before],
+                tokens_out=[len(row) for row in after],
+                kept=after,
+                positions=before,
+                scores=None if scores is None else [row[: len(at)] for row, at in zip(scores, before, strict=True)],
+            )
+        )
+        if stage.number == len(self.plan.stages) - 1:
+            self._prefills += 1
+            self._report = self._finished(run)
+
+    def _finished(self, run: _Forward) -> Report:
+        assert run.visuals is not None
+        costs = [
+            (self.plan.cost(visual, text), self.plan.dense_cost(visual, text))
+            for visual, text in zip(run.visuals.original, run.texts, strict=True)
+        ]
+        return Report(
+            policy=self.policy.name,
+            digest=self.policy.digest,
+            stages=tuple(run.records),
+            visual_tokens=list(run.visuals.original),
+            prompt_tokens=[v + t for v, t in zip(run.visuals.original, run.texts, strict=True)],
+            entering=[cost.entering for cost, _ in costs],
+            flops_ratio=sum(cost.flops for cost, _ in costs) / sum(dense.flops for _, dense in costs),
+            kv_ratio=sum(cost.kv_bytes for cost, _ in costs) / sum(dense.kv_bytes for _, dense in costs),
+            prefills=self._prefills,
+        )
+
+
+@dataclass(eq=False)
+class _Forward:
+    """The state of one forward pass of the text model; it dies with the pass."""
+
+    rows: int
+    length: int
+    visuals: Visuals | None = None
+    view: View | None = None
+    logical: Tensor | None = None
+    padding: Tensor | None = None
+    previous: Tensor | None = None
+    attention: AttentionRows | None = None
+    texts: tuple[int, ...] = ()
+    records: list[StageRecord] = field(default_factory=list)
+    is_visual: Tensor | None = None
+    memo: dict[tuple[Any, ...], tuple[tuple[Any, ...], Any]] = field(default_factory=dict)
+    _untap: Callable[[], None] | None = None
+
+    def once(self, compute: Callable[[], Any], *objects: Any) -> Any:
+        """Return `compute()`, once per set of argument objects: layers that share a view share what is cut for it."""
+        key = tuple(item if isinstance(item, (int, str, type(None))) else id(item) for item in objects)
+        if key not in self.memo:
+            self.memo[key] = (objects, compute())  # the objects are held, so that no id is used twice
+        return self.memo[key][1]
+
+    # -- visual tokens
+
+    def find_visuals(self, plan: Plan, model: nn.Module, inputs: Mapping[str, Any]) -> None:
+        """Find the visual tokens of this chunk, or note that there are none."""
+        mask = plan.adapter.visual_mask(model, inputs)
+        if mask is None:
+            raise InputError(
+                "the visual tokens of this prompt cannot be found: call the model with input_ids (or with inputs_embeds "
+                "that still hold the placeholder embeddings)"
+            )
+        mask = mask[:, -self.length :]
+        padding = inputs.get("attention_mask")
+        if isinstance(padding, Tensor) and padding.ndim == 2:
+            self.padding = padding[:, -self.length :].bool()
+        visuals = Visuals.find(mask)
+        pixels = sorted(name for name, value in inputs.items() if "pixel_values" in name and isinstance(value, Tensor))
+        if not any(visuals.counts):
+            if pixels:
+                ids = ", ".join(map(str, sorted(plan.adapter.visual_token_ids(plan.config))))
+                raise InputError(
+                    f"{pixels[0]} was given, but the prompt holds no image placeholder (token id {ids}); "
+                    "put the image token into the prompt, the processor's chat template does it"
+                )
+            return
+        self.is_visual, self.visuals = mask, visuals
+        real = self.padding.sum(dim=1).tolist() if self.padding is not None else [self.length] * self.rows
+        self.texts = tuple(int(n) - v for n, v in zip(real, visuals.counts, strict=True))
+
+    def positions(self, visuals: Visuals, past: int) -> list[Tensor]:
+        """Return, per row, the prompt positions of these visual tokens."""
+        slots = visuals.slots if self.view is None else self.view.index.gather(1, visuals.slots)
+        return [row[:n] + past for row, n in zip(slots, visuals.counts, strict=True)]
+
+    def narrow(self, states: Tensor, kept: Tensor, counts: Sequence[int]) -> Tensor:
+        """Drop the visual tokens not marked in `kept` [B, N]; return the physical states that are left."""
+        assert self.visuals is not None
+        view = self.view if self.view is not None else View.full(self.rows, self.length, states.device)
+        self.logical = states if self.logical is None else view.put_back(self.logical, states)
+        keep = torch.ones_like(view.index, dtype=torch.bool) if view.alive is None else view.alive.clone()
+        leaving = self.visuals.valid & ~kept
+        keep.scatter_(1, self.visuals.slots, keep.gather(1, self.visuals.slots) & ~leaving)
+        lost = [before - after for before, after in zip(self.visuals.counts, counts, strict=True)]
+        self.view, order = view.narrow(keep, [n - less for n, less in zip(view.counts, lost, strict=True)])
+        self.visuals = self.visuals.narrow(kept, counts, keep)
+        self.previous = self.attention = None
+        self.memo.clear()
+        return take(states, order, 1)
+
+    # -- cutting
+
+    def cut(self, name: str, value: Any) -> Any:
+        """Return an argument of a decoder layer on the view: rotary embeddings, position ids, anything per token."""
+        view = self.view
+        assert view is not None
+        if name.startswith("position_embeddings"):
+            if isinstance(value, tuple):
+                return tuple(self.cut(name, part) for part in value)
+            if isinstance(value, Tensor):
+                return self.once(lambda: take(value, view.index, value.ndim - 2, max(value.ndim - 3, 0)), value, view)
+        elif isinstance(value, Tensor):
+            if name == "position_ids":
+                return self.once(lambda: take(value, view.index, value.ndim - 1, max(value.ndim - 2, 0)), value, view)
+            if value.ndim >= 2 and value.shape[1] == self.length and value.shape[0] in (1, self.rows):
+                return self.once(lambda: take(value, view.index, 1), value, view)
+        return value
+
+    def nothing_seen(self, device: torch.device) -> Slots:
+        """Return the slots of an empty cache, one object for all layers."""
+        slots: Slots = self.once(lambda: Slots.full(self.rows, 0, device), "empty")
+        return slots
+
+    def extended(self, past: Slots) -> Slots:
+        """Return `past` with the alive positions of this chunk, one object for all layers that share `past`."""
+
+        def extend() -> Slots:
+            view = self.view
+            if view is None:
+                new = torch.arange(self.length, device=past.positions.device).expand(self.rows, -1)
+                return past.extend(new + past.length, self.length)
+            dead = None if view.alive is None else ~view.alive
+            return past.extend(view.index + past.length, self.length, dead)
+
+        slots: Slots = self.once(extend, "extended", past, self.view)
+        return slots
+
+    def mask(
+        self, mask: Any, form: str, dtype: torch.dtype, keys: Slots, seen: int, window: int | None
+    ) -> Tensor | None:
+        """Return the layer's attention mask on its view."""
+        if mask is not None and not isinstance(mask, Tensor):
+            raise UnsupportedModelError(
+                f"an attention mask of type {type(mask).__name__} cannot be cut; load with attn_implementation='sdpa'"
+            )
+
+        def build() -> Tensor | None:
+            view = self.view
+            return cut_mask(
+                mask,
+                form=form,
+                dtype=dtype,
+                keys=keys,
+                offset=seen + self.length - mask.shape[-1] if mask is not None else 0,
+                queries=self.length if view is None else view.index.shape[1],
+                rows=None if view is None else view.index,
+                dead_rows=None if view is None or view.alive is None else ~view.alive,
+                window=window,
+            )
+
+        cut: Tensor | None = self.once(build, "mask", mask, keys, self.view, window)
+        return cut
+
+    # -- attention
+
+    def tap(self, module: nn.Module, look: Callable[[compat.AttentionCall], None]) -> None:
+        """Look at the next kernel call of `module`."""
+        self.untap()
+        self._untap = compat.attention_taps.set(module, look)
+
+    def untap(self) -> None:
+        """Stop looking."""
+        if self._untap is not None:
+            self._untap()
+            self._untap = None
+
+    def read_attention(self, call: compat.AttentionCall, query: str) -> None:
+        """Keep the query rows a scorer asked for, and a reference to the keys."""
+        assert self.visuals is not None
+        rows, valid = self.query_rows(query)
+        past = call.key.shape[-2] - call.query.shape[-2]
+        self.attention = AttentionRows(
+            queries=take(call.query, rows, 2),
+            keys=call.key,
+            bias=_bias(call, rows, past),
+            columns=self.visuals.slots + past,
+            rows_valid=valid,
+            scaling=call.scaling,
+            softcap=call.softcap,
+        )
+
+    def query_rows(self, query: str) -> tuple[Tensor, Tensor]:
+        """Return ([B, R] slots in the view, [B, R] validity) of the query rows named by `query`."""
+        assert self.is_visual is not None
+        real = self.padding if self.padding is not None else torch.ones_like(self.is_visual)
+        wanted, counts = real & ~self.is_visual, self.texts
+        if query == "last":
+            wanted, counts = real & (_from_the_right(real) == 1), (1,) * self.rows
+        elif query == "after_image":
+            wanted = wanted & (_from_the_right(self.is_visual) == 0)
+            counts = tuple(wanted.sum(dim=1).tolist())
+        if self.view is not None:
+            wanted = wanted.gather(1, self.view.index)
+            if self.view.alive is not None:
+                wanted = wanted & self.view.alive
+        found = Visuals.of(wanted, counts)
+        return found.slots, found.valid
+
+
+def _from_the_right(mask: Tensor) -> Tensor:
+    """Return [B, Q]: how many are True from each position to the end of the row."""
+    return mask.long().flip(1).cumsum(1).flip(1)
+
+
+def _bias(call: compat.AttentionCall, rows: Tensor, past: int) -> Tensor | None:
+    """Return the additive mask [B or 1, 1 or H, R, K] of the query rows, in the kernel's own terms."""
+    keys = call.key.shape[-2]
+    if call.mask is not None and call.mask.ndim == 4:
+        cut = take(call.mask[..., :keys], rows, 2)
+        return cut if cut.dtype != torch.bool else _additive(cut)
+    if not getattr(call.module, "is_causal", True):
+        return None
+    allowed = torch.arange(keys, device=rows.device) <= (rows + past).unsqueeze(-1)  # [B, R, K]
+    if call.mask is not None:  # the 2-D mask of a flash kernel
+        allowed = allowed & call.mask[:, None, :keys].bool()
+    return _additive(allowed.unsqueeze(1))
+
+
+def _additive(allowed: Tensor) -> Tensor:
+    # Not -inf: a row that sees nothing must stay finite.
+    return torch.zeros(allowed.shape, device=allowed.device).masked_fill(~allowed, torch.finfo(torch.float32).min)
+
+
+class _Seen(Exception):
+    """Raised inside a probed layer once its queries and keys are known."""
+
+
+class _PeekingCache:
+    """Stands in for a cache while a layer is probed: gives past and new states together and stores nothing."""
+
+    def __init__(self, cache: Any) -> None:
+        self._cache = cache
+
+    def update(self, key: Tensor, value: Tensor, layer: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        stored = compat.cache_layer(self._cache, layer)
+        if not stored.is_initialized or not stored.keys.numel():
+            return key, value
+        return torch.cat([stored.keys, key], dim=-2), torch.cat([stored.values, value], dim=-2)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cache, name)
+
+
+def _tokens_seen(inputs: Mapping[str, Any]) -> int:
+    """Return the logical length of the cache a forward pass was given."""
+    name = compat.cache_argument(inputs)
+    return int(inputs[name].get_seq_length()) if name is not None else 0
+
+
+def _tokens_seen_by(given: Mapping[str, Any], index: int) -> int:
+    """Return the logical length decoder layer `index` has seen before this chunk."""
+    name = compat.cache_argument(given)
+    return int(compat.cache_layer(given[name], index).get_seq_length()) if name is not None else 0
+
+
+_parameter_names: weakref.WeakKeyDictionary[nn.Module, tuple[str, ...]] = weakref.WeakKeyDictionary()
+
+
+def _named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call by name; families pass different ones by position."""
+    if not args:
+        return kwargs
+    names = _parameter_names.get(module)
+    if names is None:
+        names = _parameter_names[module] = tuple(inspect.signature(module.forward).parameters)
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def _modules_between(model: nn.Module, decoder: nn.Module) -> list[nn.Module]:
+    """Return the modules from `model` down to the owner of `decoder`: those that see token ids and pixels."""
+    name = next((name for name, module in model.named_modules() if module is decoder), None)
+    if name is None:
+        raise UnsupportedModelError(f"the decoder of {type(model).__name__} is not part of the model that was given")
+    path, modules = name.split("."), [model]
+    for part in path[:-1]:
+        modules.append(getattr(modules[-1], part))
+    return modules if name else []
+
+
+# ---- timing ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class LayerTimes:
+    """Milliseconds per decoder layer of each forward pass longer than one token, and of all passes together."""
+
+    prefill: list[list[float]] = field(default_factory=list)
+
+    @property
+    def total(self) -> float:
+        """Milliseconds in the decoder layers of the last prefill."""
+        return sum(self.prefill[-1]) if self.prefill else 0.0
+
+
+@contextmanager
+def time_layers(model: nn.Module, layers: Sequence[nn.Module]) -> Iterator[LayerTimes]:
+    """Time the decoder layers, hooks of a session entered inside the block included. Waits for the device: for reports."""
+    times = LayerTimes()
+    started = [0.0]
+
+    def now(states: Any) -> float:
+        if isinstance(states, Tensor) and states.device.type == "cuda":
+            torch.cuda.synchronize(states.device)
+        return perf_counter()
+
+    def before(index: int) -> Callable[..., None]:
+        def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            states = args[0] if args else kwargs["hidden_states"]
+            if index == 0 and states.shape[-2] > 1:
+                times.prefill.append([])
+            started[0] = now(states) if states.shape[-2] > 1 else 0.0
+
+        return hook
+
+    def after(layer: nn.Module, args: Any, output: Any) -> None:
+        states = output[0] if isinstance(output, tuple) else output
+        if started[0] and states.shape[-2] > 1:
+            times.prefill[-1].append((now(states) - started[0]) * 1e3)
+
+    handles = [layer.register_forward_pre_hook(before(i), with_kwargs=True) for i, layer in enumerate(layers)]
+    handles += [layer.register_forward_hook(after) for layer in layers]
+    try:
+        yield times
+    finally:
+        for handle in handles:
+            handle.remove()
+

@@ -1,0 +1,146 @@
+"""Proofs for plugin and model authors: a pruned run against the obvious slow way.
+
+The mask oracle: dropping tokens before layer k must equal a dense run of the same model in which those key columns are
+hidden from layer k on. It exercises masks, positions and caches of a family at once and needs no stored numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tokenprune.policy import Policy
+from tokenprune.report import Report
+from tokenprune.session import compress
+
+__all__ = ["check_policy", "hidden_columns", "make_context"]
+
+from tokenprune.interfaces import PruneContext
+
+
+@contextmanager
+def hidden_columns(layers: list[nn.Module], report: Report) -> Iterator[None]:
+    """Run the model densely inside the block, with what `report` dropped hidden as keys from the stage's layer on."""
+    handles = [layer.register_forward_pre_hook(_hide(report, index), with_kwargs=True) for index, layer in enumerate(layers)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _hide(report: Report, index: int) -> Callable[..., Any]:
+    dropped = [[] for _ in report.visual_tokens]  # type: list[list[int]]
+    for stage in report.stages:
+        if stage.layer <= index:
+            for row, before, after in zip(dropped, stage.positions, stage.kept, strict=True):
+                row += sorted(set(before.tolist()) - set(after.tolist()))
+
+    def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        states = args[0] if args else kwargs["hidden_states"]
+        if not any(dropped):
+            return None
+        cache = next((kwargs[name] for name in ("cache", "past_key_values") if kwargs.get(name) is not None), None)
+        seen = cache.layers[index].get_seq_length() if cache is not None and len(cache.layers) > index else 0
+        kwargs["attention_mask"] = _without(kwargs["attention_mask"], dropped, states, seen)
+        return args, kwargs
+
+    return hook
+
+
+def _without(mask: Tensor | None, dropped: list[list[int]], states: Tensor, seen: int) -> Tensor:
+    """Return the mask with the dropped columns hidden; a dropped row still sees itself, so that it stays finite."""
+    rows, length = len(dropped), states.shape[1]
+    if mask is None:
+        at = torch.arange(seen, seen + length).unsqueeze(1)
+        mask = (torch.arange(seen + length) <= at)[None, None]
+    mask = mask.expand(rows, *mask.shape[1:]).clone()
+    offset = seen + length - mask.shape[-1]
+    hidden = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
+    for row, positions in enumerate(dropped):
+        for position in positions:
+            if position >= offset:
+                mask[row, :, :, position - offset] = hidden
+                if position >= seen:
+                    mask[row, :, position - seen, position - offset] = True if mask.dtype == torch.bool else 0.0
+    return mask
+
+
+def check_policy(
+    model: Any,
+    inputs: Mapping[str, Any],
+    policy: str | Path | Mapping[str, Any] | Policy,
+    *,
+    steps: int = 20,
+    atol: float = 1e-5,
+    forbidden_tokens: tuple[int, ...] = (),
+) -> Report:
+    """Prove that `policy` on `model` equals the dense run with the dropped columns hidden; return the report.
+
+    Compares prefill logits at every position that is alive to the end and not padding, then the logits of `steps` greedy
+    decoding steps of `generate` and the tokens themselves. forbidden_tokens: never generated (placeholder ids, which a
+    random model may produce).
+    """
+    generate = {
+        "max_new_tokens": steps,
+        "min_new_tokens": steps,
+        "do_sample": False,
+        "return_dict_in_generate": True,
+        "output_logits": True,
+        "suppress_tokens": list(forbidden_tokens) or None,
+    }
+    with torch.no_grad():
+        with compress(model, policy) as session:
+            pruned = model(**inputs).logits
+            report = session.report
+            generated = model.generate(**inputs, **generate)
+        layers = list(session.plan.adapter.layers(model))
+        with hidden_columns(layers, report):
+            dense = model(**inputs).logits
+            expected = model.generate(**inputs, **generate)
+    alive = _alive(report, inputs)
+    gap = (pruned - dense)[alive].abs().max().item()
+    assert gap <= atol, f"prefill logits differ from the masked dense run by {gap:.2e} (allowed {atol:.0e})"
+    for step, (got, want) in enumerate(zip(generated.logits, expected.logits, strict=True)):
+        gap = (got - want).abs().max().item()
+        assert gap <= atol, f"logits of decoding step {step} differ from the masked dense run by {gap:.2e}"
+    assert torch.equal(generated.sequences, expected.sequences), "greedy tokens differ from the masked dense run"
+    return report
+
+
+def _alive(report: Report, inputs: Mapping[str, Any]) -> Tensor:
+    """Return [B, Q] bool: neither padding nor dropped at any stage."""
+    ids = inputs["input_ids"]
+    mask = inputs.get("attention_mask")
+    alive = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool().clone()
+    for row in range(ids.shape[0]):
+        if report.stages:
+            alive[row, report.stages[0].positions[row]] = False
+            alive[row, report.stages[-1].kept[row]] = True
+    return alive
+
+
+def make_context(
+    rows: int = 2,
+    tokens: int = 24,
+    width: int = 16,
+    *,
+    counts: tuple[int, ...] | None = None,
+    seed: int = 0,
+    **signals: Any,
+) -> PruneContext:
+    """Return a context with random `hidden` and `previous_hidden` (and the given signals) to try a plugin on.
+
+    counts: visual tokens per row, at most `tokens`; shorter rows are padded on the right.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    counts = counts or (tokens,) * rows
+    valid = torch.arange(tokens) < torch.tensor(counts).unsqueeze(1)
+    made = {name: torch.randn(rows, tokens, width, generator=generator) for name in ("hidden", "previous_hidden")}
+    ordinal = torch.arange(tokens).expand(rows, -1)
+    return PruneContext(valid, ordinal, seed=seed, signals={**made, **signals})
