@@ -6,8 +6,9 @@ is left-padded, so a batch of 3 is ragged in every way but the number of visual 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -57,6 +58,20 @@ def prompt(
     return {"input_ids": ids, "attention_mask": mask}
 
 
+def ragged_prompt(tokens: int) -> dict[str, Tensor]:
+    """Return three left-padded prompts: one image; two images with text between; no image at all."""
+    g = torch.Generator().manual_seed(3)
+
+    def words(n: int) -> list[int]:
+        return torch.randint(3, 90, (n,), generator=g).tolist()
+
+    image = [IMAGE] * tokens
+    rows = [words(4) + image + words(7), words(3) + image + words(5) + image + words(6), words(13)]
+    length = max(map(len, rows))
+    ids = torch.tensor([[0] * (length - len(row)) + row for row in rows])
+    return {"input_ids": ids, "attention_mask": (ids != 0).long()}
+
+
 @dataclass(frozen=True)
 class Tiny:
     """A family: how to build its model, and how to build inputs for `rows` prompts."""
@@ -64,9 +79,8 @@ class Tiny:
     build: Callable[[], Any]
     inputs: Callable[[int], dict[str, Any]]
     tokens: int = 16
+    ragged: Callable[[], dict[str, Any]] | None = None
     suppress: tuple[int, ...] = (IMAGE, VIDEO)
-    needs: str = ""
-    extra: dict[str, Any] = field(default_factory=dict)
 
     def model(self, attention: str = "sdpa", dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
         torch.manual_seed(seed)
@@ -88,7 +102,11 @@ def images(
         given = prompt(rows, tokens, **prompt_options)
         return {**given, name: pixels(rows), **more(given)}
 
-    return Tiny(lambda: getattr(T, model)(config()), inputs, tokens)
+    def ragged() -> dict[str, Any]:
+        given = ragged_prompt(tokens)
+        return {**given, name: pixels(int((given["input_ids"] == IMAGE).sum()) // tokens), **more(given)}
+
+    return Tiny(lambda: getattr(T, model)(config()), inputs, tokens, ragged)
 
 
 def sizes(side: int) -> Callable[[dict[str, Tensor]], dict[str, Any]]:
@@ -115,14 +133,25 @@ def qwen(model: str, config: str, vision: dict[str, Any], language: dict[str, An
         for row in ids:
             first = int((row == IMAGE).nonzero()[0])
             row[first - 1], row[first + 16] = 96, 97
-        return {
-            **given,
-            "pixel_values": noise(rows * 64, 3 * 2 * 14 * 14),
-            "image_grid_thw": torch.tensor([[1, 8, 8]] * rows),
-            "mm_token_type_ids": (ids == IMAGE).int(),
-        }
+        return {**given, **patches(ids, model)}
 
-    return Tiny(build, inputs)
+    def ragged() -> dict[str, Any]:
+        given = ragged_prompt(16)
+        return {**given, **patches(given["input_ids"], model)}
+
+    return Tiny(build, inputs, ragged=ragged)
+
+
+def patches(ids: Tensor, model: str) -> dict[str, Any]:
+    """Return pixels and grids for every image (16 tokens, 8 x 8 patches) in `ids`."""
+    count = int((ids == IMAGE).sum()) // 16
+    types = {"mm_token_type_ids": (ids == IMAGE).int()}  # newer transformers wants it, older refuses it
+    known = inspect.signature(getattr(T, model).forward).parameters
+    return {
+        "pixel_values": noise(count * 64, 3 * 2 * 14 * 14),
+        "image_grid_thw": torch.tensor([[1, 8, 8]] * count),
+        **{name: value for name, value in types.items() if name in known},
+    }
 
 
 def rope(*sections: int, **options: Any) -> dict[str, Any]:
@@ -238,6 +267,12 @@ ZOO: dict[str, Tiny] = {
         rope(2, 3, 3, partial_rotary_factor=1.0), **GLM_IDS),
     "aria": images("AriaForConditionalGeneration", lambda: T.AriaConfig(
         vision_config=CONFIG_MAPPING["idefics3_vision"](**VISION),
-        text_config={**TEXT, "moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1},
+        text_config=text("aria_text", moe_num_experts=4, moe_topk=2, moe_num_shared_experts=1),
         image_token_index=IMAGE, projector_patch_to_query_dict={16: 16})),
 }  # fmt: skip
+
+# Families that this version of transformers does not have.
+KINDS = {"ovis2": "ovis2_vision", "got_ocr2": "got_ocr2_vision", "aria": "aria_text"}
+ABSENT = {name for name, kind in KINDS.items() if kind not in CONFIG_MAPPING}
+for _name in ABSENT:
+    del ZOO[_name]

@@ -126,15 +126,20 @@ def adapter_for(config: Any, plugins: Registry | None = None) -> Adapter:
     return candidates[-1]
 
 
-def plan(policy: str | Path | Mapping[str, Any] | Policy, model_or_config: Any) -> Plan:
+def plan(
+    policy: str | Path | Mapping[str, Any] | Policy, model_or_config: Any, adapter: Adapter | None = None
+) -> Plan:
     """Lay a policy on a model (or on its configuration alone) and return the plan.
+
+    adapter: used instead of the registered one that serves the model.
 
     Raises PolicyError, all problems at once and each at its place in the file, when a layer or a signal is missing or a
     stage cannot take effect; UnsupportedModelError when no adapter serves the model.
     """
     policy = Policy.load(policy)
     config = getattr(model_or_config, "config", model_or_config)
-    adapter = adapter_for(config)
+    if adapter is None:
+        adapter = adapter_for(config)
     text = adapter.text_config(config)
     depth = text.num_hidden_layers
     problems: list[Problem] = []

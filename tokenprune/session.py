@@ -32,7 +32,7 @@ from tokenprune.errors import (
     SessionError,
     UnsupportedModelError,
 )
-from tokenprune.interfaces import AttentionRows, PruneContext
+from tokenprune.interfaces import Adapter, AttentionRows, PruneContext
 from tokenprune.plan import Plan, PlannedStage, plan
 from tokenprune.policy import Policy
 from tokenprune.report import Report, StageRecord
@@ -41,16 +41,18 @@ from tokenprune.sequence import Slots, View, Visuals, cut_mask, take
 __all__ = ["LayerTimes", "Session", "compress", "time_layers"]
 
 
-def compress(model: nn.Module, policy: str | Path | Mapping[str, Any] | Policy, **overrides: Any) -> Session:
+def compress(
+    model: nn.Module, policy: str | Path | Mapping[str, Any] | Policy, *, adapter: Adapter | None = None
+) -> Session:
     """Run `model` with its visual tokens compressed by `policy` inside a `with` block.
 
     policy: a name (`tokenprune list` shows them, `?key=value` overrides parts), a path to a YAML file, a mapping, or a
-    Policy. overrides: the same as `?key=value`, for keys that are Python names (`seed=1`, `average_tokens=128`).
+    Policy. adapter: for a model that no registered adapter serves, or to try one out.
 
     The model and its attention kernel stay as they are, and leaving the block restores everything. Raises PolicyError,
     UnsupportedModelError or SessionError before anything runs.
     """
-    return Session(model, plan(Policy.load(policy, **overrides) if overrides else policy, model))
+    return Session(model, plan(policy, model, adapter))
 
 
 class NoVisualTokensWarning(UserWarning):
@@ -485,8 +487,9 @@ class _Forward:
         view = self.view if self.view is not None else View.full(self.rows, self.length, states.device)
         self.logical = states if self.logical is None else view.put_back(self.logical, states)
         keep = torch.ones_like(view.index, dtype=torch.bool) if view.alive is None else view.alive.clone()
-        leaving = self.visuals.valid & ~kept
-        keep.scatter_(1, self.visuals.slots, keep.gather(1, self.visuals.slots) & ~leaving)
+        # Added up, not written: the padding of a short row may name a slot that another entry lets go.
+        leaving = (self.visuals.valid & ~kept).to(torch.uint8)
+        keep &= torch.zeros_like(keep, dtype=torch.uint8).scatter_add_(1, self.visuals.slots, leaving) == 0
         lost = [before - after for before, after in zip(self.visuals.counts, counts, strict=True)]
         self.view, order = view.narrow(keep, [n - less for n, less in zip(view.counts, lost, strict=True)])
         self.visuals = self.visuals.narrow(kept, counts, keep)

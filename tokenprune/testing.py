@@ -6,7 +6,7 @@ hidden from layer k on. It exercises masks, positions and caches of a family at 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,19 +14,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tokenprune import compat
+from tokenprune.interfaces import PruneContext
 from tokenprune.policy import Policy
 from tokenprune.report import Report
 from tokenprune.session import compress
 
 __all__ = ["check_policy", "hidden_columns", "make_context"]
 
-from tokenprune.interfaces import PruneContext
-
 
 @contextmanager
-def hidden_columns(layers: list[nn.Module], report: Report) -> Iterator[None]:
-    """Run the model densely inside the block, with what `report` dropped hidden as keys from the stage's layer on."""
-    handles = [layer.register_forward_pre_hook(_hide(report, index), with_kwargs=True) for index, layer in enumerate(layers)]
+def hidden_columns(layers: Sequence[nn.Module], *reports: Report) -> Iterator[None]:
+    """Run the model densely inside the block, with what the reports say was dropped hidden as keys, in the stage's layer on.
+
+    One report per prefill that shares a cache. Where a row was repeated (beams, samples) after the report was made, row i
+    of the report stands for the i-th group of rows.
+    """
+    handles = [
+        layer.register_forward_pre_hook(_hide(reports, index), with_kwargs=True) for index, layer in enumerate(layers)
+    ]
     try:
         yield
     finally:
@@ -34,26 +40,25 @@ def hidden_columns(layers: list[nn.Module], report: Report) -> Iterator[None]:
             handle.remove()
 
 
-def _hide(report: Report, index: int) -> Callable[..., Any]:
-    dropped = [[] for _ in report.visual_tokens]  # type: list[list[int]]
-    for stage in report.stages:
-        if stage.layer <= index:
-            for row, before, after in zip(dropped, stage.positions, stage.kept, strict=True):
-                row += sorted(set(before.tolist()) - set(after.tolist()))
+def _hide(reports: Sequence[Report], index: int) -> Callable[..., Any]:
+    dropped: list[set[int]] = [set() for _ in reports[0].visual_tokens]
+    for stage in (stage for report in reports for stage in report.stages if stage.layer <= index):
+        for row, before, after in zip(dropped, stage.positions, stage.kept, strict=True):
+            row |= set(before.tolist()) - set(after.tolist())
 
     def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         states = args[0] if args else kwargs["hidden_states"]
-        if not any(dropped):
-            return None
-        cache = next((kwargs[name] for name in ("cache", "past_key_values") if kwargs.get(name) is not None), None)
-        seen = cache.layers[index].get_seq_length() if cache is not None and len(cache.layers) > index else 0
-        kwargs["attention_mask"] = _without(kwargs["attention_mask"], dropped, states, seen)
+        repeats = states.shape[0] // len(dropped)
+        name = compat.cache_argument(kwargs)
+        seen = compat.cache_layer(kwargs[name], index).get_seq_length() if name is not None else 0
+        rows = [row for row in dropped for _ in range(repeats)]
+        kwargs["attention_mask"] = _without(kwargs["attention_mask"], rows, states, seen)
         return args, kwargs
 
-    return hook
+    return hook if any(dropped) else lambda layer, args, kwargs: None
 
 
-def _without(mask: Tensor | None, dropped: list[list[int]], states: Tensor, seen: int) -> Tensor:
+def _without(mask: Tensor | None, dropped: Sequence[set[int]], states: Tensor, seen: int) -> Tensor:
     """Return the mask with the dropped columns hidden; a dropped row still sees itself, so that it stays finite."""
     rows, length = len(dropped), states.shape[1]
     if mask is None:
@@ -64,7 +69,7 @@ def _without(mask: Tensor | None, dropped: list[list[int]], states: Tensor, seen
     hidden = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
     for row, positions in enumerate(dropped):
         for position in positions:
-            if position >= offset:
+            if offset <= position < seen + length:
                 mask[row, :, :, position - offset] = hidden
                 if position >= seen:
                     mask[row, :, position - seen, position - offset] = True if mask.dtype == torch.bool else 0.0
@@ -99,8 +104,7 @@ def check_policy(
             pruned = model(**inputs).logits
             report = session.report
             generated = model.generate(**inputs, **generate)
-        layers = list(session.plan.adapter.layers(model))
-        with hidden_columns(layers, report):
+        with hidden_columns(session.plan.adapter.layers(model), report):
             dense = model(**inputs).logits
             expected = model.generate(**inputs, **generate)
     alive = _alive(report, inputs)

@@ -1,0 +1,237 @@
+"""Stage 2: the projector and the language model learn to answer, over the frozen tower's features.
+
+One sequence holds an image and many questions about it. The mask lets every question see the image and itself only, and
+its position ids are those it would have alone, so each is exactly the prompt that the shipped model gets:
+``<s> user: <image> question assistant: answer </s>``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from align import choose_patches, tower_states
+from collage import GRID, KINDS, QA, Collage, make_question, make_questions
+from model import build_tokenizer
+from pool import Log, Pool, Threads, learning_rate
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import LlavaForConditionalGeneration
+
+PATCHES = GRID * GRID
+# (steps, images per step, visual tokens per image): all object patches and random others first, which costs little,
+# then more, and at last the whole grid, as the shipped model reads it.
+PHASES = ((1000, 12, 48), (250, 8, 160), (300, 4, PATCHES))
+QUESTIONS = 14
+PEAK = 1.2e-3
+EVERY = 100  # steps between evaluations
+
+TOKENIZER = build_tokenizer()
+HEAD = TOKENIZER("USER:").input_ids  # <s> user :
+
+
+@torch.no_grad()
+def tower_features(model: LlavaForConditionalGeneration, pool: Pool, images: int) -> Tensor:
+    """What the projector reads, float16 ``[images, 576, width]``: the patch states after the last layer but one."""
+    parts = []
+    for index in torch.arange(images).split(16):
+        parts.append(tower_states(model, pool.pixels(index))[-2][:, 1:].half())
+    return torch.cat(parts)
+
+
+@torch.no_grad()
+def kept_features(model: LlavaForConditionalGeneration, pixels: Tensor, keep: Tensor) -> Tensor:
+    """What the projector reads at the kept patches, ``[batch, kept, width]``.
+
+    Where few are kept the tower sees no others either, as in most of its own training: that is a tenth of the cost.
+    """
+    if keep.shape[1] < 100:
+        return tower_states(model, pixels, keep)[-2][:, 1:]
+    states = tower_states(model, pixels)[-2][:, 1:]
+    return states.gather(1, keep[:, :, None].expand(-1, -1, states.shape[-1]))
+
+
+@dataclass
+class Packed:
+    """Questions of several images, padded to one length: all ``[batch, length]`` but the mask ``[batch, 1, L, L]``."""
+
+    ids: Tensor  # text token ids; 0 at visual tokens and padding
+    positions: Tensor
+    mask: Tensor
+    answers: Tensor  # [number, 3]: row, index of the token that predicts the answer, question number within the row
+
+
+def pack(questions: list[list[QA]], keep: Tensor, compact: bool) -> Packed:
+    """Lay out questions after their image's kept patches ``[batch, kept]``.
+
+    ``compact``: kept tokens are numbered without gaps; otherwise each keeps the position it has in the whole grid.
+    """
+    kept = keep.shape[1]
+    prefix = len(HEAD) + kept
+    text_start = prefix if compact else len(HEAD) + PATCHES
+    rows, positions, blocks, answers = [], [], [], []
+    for row, qas in enumerate(questions):
+        ids, block = [*HEAD, *[0] * kept], [0] * prefix
+        where = torch.arange(kept) if compact else keep[row]
+        position = [*range(len(HEAD)), *(where + len(HEAD)).tolist()]
+        for number, qa in enumerate(qas):
+            new = TOKENIZER(f"{qa.question} ASSISTANT: {qa.answer}", add_special_tokens=False).input_ids
+            new.append(TOKENIZER.eos_token_id)
+            answers.append((row, len(ids) + len(new) - 3, number))
+            ids += new
+            block += [number + 1] * len(new)
+            position += range(text_start, text_start + len(new))
+        rows.append(ids)
+        blocks.append(block)
+        positions.append(position)
+    length = max(map(len, rows))
+    block = torch.tensor([b + [-1] * (length - len(b)) for b in blocks])
+    causal = torch.ones(length, length, dtype=torch.bool).tril()
+    visible = (block[:, None, :] == 0) | (block[:, None, :] == block[:, :, None])
+    return Packed(
+        ids=torch.tensor([r + [0] * (length - len(r)) for r in rows]),
+        positions=torch.tensor([p + [0] * (length - len(p)) for p in positions]),
+        mask=(visible & causal)[:, None],
+        answers=torch.tensor(answers),
+    )
+
+
+def answer_states(model: LlavaForConditionalGeneration, packed: Packed, visual: Tensor) -> Tensor:
+    """Final states at the tokens that predict answer and ``</s>``, ``[number, 2, width]``.
+
+    ``visual [batch, kept, width]`` are tower features; the projector runs here.
+    """
+    language = model.model.language_model
+    hidden = language.embed_tokens(packed.ids)
+    if visual.shape[1]:
+        tokens = model.model.multi_modal_projector(visual)
+        start, end = len(HEAD), len(HEAD) + visual.shape[1]
+        hidden = torch.cat([hidden[:, :start], tokens, hidden[:, end:]], 1)
+    rotation = language.rotary_emb(hidden, position_ids=packed.positions)
+    for layer in language.layers:
+        hidden = layer(hidden, attention_mask=packed.mask, position_embeddings=rotation)
+    row, at, _ = packed.answers.T
+    return language.norm(torch.stack([hidden[row, at], hidden[row, at + 1]], 1))
+
+
+def answer_loss(model: LlavaForConditionalGeneration, packed: Packed, visual: Tensor) -> Tensor:
+    """Cross-entropy of the answer word and of ``</s>`` after it."""
+    logits = model.lm_head(answer_states(model, packed, visual))
+    row, at, _ = packed.answers.T
+    target = torch.stack([packed.ids[row, at + 1], packed.ids[row, at + 2]], 1)
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+@torch.no_grad()
+def predict(
+    model: LlavaForConditionalGeneration, features: list[Tensor], questions: list[list[QA]], keep: list[Tensor]
+) -> list[list[str]]:
+    """The model's one-word answers.
+
+    Entry ``i`` asks ``questions[i]`` of the image with tower features ``features[i] [576, width]``, of which the
+    language model gets the patches ``keep[i]``, at their own positions.
+    """
+    out: list[list[str]] = []
+    for states, qas, kept in zip(features, questions, keep, strict=True):
+        packed = pack([qas], kept[None], compact=False)
+        logits = model.lm_head(answer_states(model, packed, states[kept].float()[None])[:, 0])
+        out.append(TOKENIZER.convert_ids_to_tokens(logits.argmax(-1).tolist()))
+    return out
+
+
+def exam_of(rng: np.random.Generator, collage: Collage) -> list[QA]:
+    """One question of each kind that the collage allows."""
+    drawn = [make_question(rng, collage, kind) for kind in KINDS]
+    return [qa for qa in drawn if qa is not None]
+
+
+def exam(pool: Pool, images: int, seed: int) -> list[list[QA]]:
+    """The exam of each of the first ``images`` collages."""
+    rng = np.random.default_rng(seed)
+    return [exam_of(rng, collage) for collage in pool.collages[:images]]
+
+
+def accuracy(questions: list[list[QA]], answers: list[list[str]]) -> dict[str, float]:
+    """Share of right answers per kind, and over all questions as "all"."""
+    hits: dict[str, list[bool]] = {kind: [] for kind in ("all", *KINDS)}
+    for qas, said in zip(questions, answers, strict=True):
+        for qa, answer in zip(qas, said, strict=True):
+            hits[qa.kind].append(qa.answer == answer)
+            hits["all"].append(qa.answer == answer)
+    return {kind: float(np.mean(values)) for kind, values in hits.items() if values}
+
+
+def train_language(
+    model: LlavaForConditionalGeneration,
+    train: Pool,
+    test: tuple[Pool, Tensor],
+    log: Log,
+    checkpoint: Path,
+    seed: int,
+) -> None:
+    """Train projector and language model in place; ``test`` is a pool with its tower features.
+
+    Resumes from ``checkpoint`` where there is one. The kinds that the last evaluation found hard are asked more often.
+    """
+    parameters = [*model.model.multi_modal_projector.parameters(), *model.model.language_model.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=PEAK, weight_decay=0.02, betas=(0.9, 0.98))
+    weights, done = np.ones(len(KINDS)) / len(KINDS), 0
+    if checkpoint.exists():
+        state = torch.load(checkpoint, weights_only=False)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        weights, done = state["weights"], state["step"]
+    questions = exam(test[0], 60, seed)
+    threads, total = Threads(), sum(steps for steps, _, _ in PHASES)
+    losses: list[float] = []
+    for step in range(done, total):
+        threads.tick()
+        # A generator per step: a resumed run sees the data that an unbroken one sees.
+        rng, generator = np.random.default_rng((seed, step)), torch.Generator().manual_seed(seed * 100_000 + step)
+        batch, kept = phase_of(step)
+        index = torch.randint(len(train), (batch,), generator=generator)
+        keep = choose_patches(train.object_mask(index), kept, generator)
+        asked = [make_questions(rng, train.collages[i], QUESTIONS, weights) for i in index.tolist()]
+        packed = pack(asked, keep, compact=kept < PATCHES and step % 2 == 1)
+        loss = answer_loss(model, packed, kept_features(model, train.pixels(index), keep))
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, total, PEAK, 100)
+        optimizer.step()
+        losses.append(loss.item())
+        if step % 20 == 19:
+            log.row("language", step + 1, "loss", float(np.mean(losses[-20:])))
+        if step % EVERY == EVERY - 1 or step == total - 1:
+            scores = evaluate_quickly(model, test, questions)
+            for measure, value in scores.items():
+                log.row("language", step + 1, measure, value)
+            share = np.array([0.15 + 1 - scores[f"full {kind}"] for kind in KINDS])
+            weights = share / share.sum()
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            torch.save({**state, "weights": weights, "step": step + 1}, checkpoint)
+
+
+def phase_of(step: int) -> tuple[int, int]:
+    """(images per step, visual tokens per image) of a step."""
+    for steps, batch, kept in PHASES:
+        if step < steps:
+            return batch, kept
+        step -= steps
+    raise ValueError("past the last phase")
+
+
+def evaluate_quickly(
+    model: LlavaForConditionalGeneration, test: tuple[Pool, Tensor], questions: list[list[QA]]
+) -> dict[str, float]:
+    """Held-out accuracy per kind with all visual tokens, and overall with the objects' patches only."""
+    pool, features = test
+    states = list(features[: len(questions)])
+    everything = [torch.arange(PATCHES)] * len(questions)
+    objects = [torch.tensor(sorted(c.object_patches)) for c in pool.collages[: len(questions)]]
+    full = accuracy(questions, predict(model, states, questions, everything))
+    oracle = accuracy(questions, predict(model, states, questions, objects))
+    return {**{f"full {kind}": value for kind, value in full.items()}, "oracle all": oracle["all"]}
