@@ -12,6 +12,7 @@ from language import exam_of, predict, tower_features
 from model import build_processor
 from PIL import Image
 from pool import Pool, patch_words
+from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig, LlavaForConditionalGeneration
 
 SAMPLES = 6
@@ -29,6 +30,7 @@ def write_model(model: LlavaForConditionalGeneration, out: Path) -> None:
     )
     model.to(torch.bfloat16).save_pretrained(out)
     model.float()
+    _hub_names(out / "model.safetensors")
     # Stored in half the bytes, computed in float32: CPUs without bfloat16 units are slow in it. A caller's dtype= wins.
     path = out / "config.json"
     config = json.loads(path.read_text())
@@ -36,6 +38,15 @@ def write_model(model: LlavaForConditionalGeneration, out: Path) -> None:
         part["dtype"] = "float32"
     path.write_text(json.dumps(config, indent=2) + "\n")
     build_processor().save_pretrained(out)
+
+
+def _hub_names(path: Path) -> None:
+    """Rename the tower's weights as LLaVA files on the Hub have them: transformers 5.0 and later versions read that."""
+    old, new = "vision_tower.", "vision_tower.vision_model."
+    tensors = {k.replace(old, new) if new not in k else k: v for k, v in load_file(path).items()}
+    path.unlink()
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(0o644)
 
 
 def write_samples(model: LlavaForConditionalGeneration, out: Path, seed: int) -> None:

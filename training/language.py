@@ -23,10 +23,10 @@ from transformers import LlavaForConditionalGeneration
 PATCHES = GRID * GRID
 # (steps, images per step, visual tokens per image): all object patches and random others first, which costs little,
 # then more, and at last the whole grid, as the shipped model reads it.
-PHASES = ((1000, 12, 48), (250, 8, 160), (300, 4, PATCHES))
-QUESTIONS = 14
+PHASES = ((1200, 6, 40), (500, 12, 48), (250, 8, 160), (300, 4, PATCHES))
+QUESTIONS = 12
 PEAK = 1.2e-3
-EVERY = 100  # steps between evaluations
+EVERY = 200  # steps between evaluations
 
 TOKENIZER = build_tokenizer()
 HEAD = TOKENIZER("USER:").input_ids  # <s> user :
