@@ -29,6 +29,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from importlib.metadata import version
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -40,7 +41,6 @@ from torch import Tensor, nn
 from transformers import CLIPVisionConfig, DynamicCache, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 from transformers.masking_utils import create_causal_mask
 
-import tokenprune
 from tokenprune import session as engine
 from tokenprune.plan import Plan, plan
 
@@ -51,17 +51,8 @@ KEEP_ALL: dict[str, Any] = {
         {"at": f"llm.layers.{layer}", "scorer": "variation", "budget": {"keep_ratio": 1.0}} for layer in (3, 17, 22)
     ],
 }
-# The published counts of V2Drop by chance: what a schedule costs when the signal is (nearly) free.
-RANDOM: dict[str, Any] = {
-    "name": "random-192",
-    "stages": [
-        {"at": "llm.layers.3", "selector": "random", "budget": {"keep_ratio": 0.5}},
-        {"at": "llm.layers.17", "selector": "random", "budget": {"keep_ratio": 0.3}},
-        {"at": "llm.layers.22", "selector": "random", "budget": {"keep_tokens": 0}},
-    ],
-}
-BUILT_IN = {"keep-all": KEEP_ALL, "random-192": RANDOM}
-POLICIES = ("v2drop-llava-1.5-7b-192", "fastv", "random-192", "keep-all")
+BUILT_IN = {"keep-all": KEEP_ALL}
+POLICIES = ("v2drop-llava-1.5-7b-192", "fastv", "random-llava-1.5-7b-192", "keep-all")
 IMAGE = 31999
 
 
@@ -492,7 +483,7 @@ def about(options: argparse.Namespace, bench: Bench, others: Others) -> dict[str
     return {
         "command": shlex.join(["python", "benchmarks/prefill.py", *sys.argv[1:]]),
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "tokenprune": getattr(tokenprune, "__version__", "of this checkout"),
+        "tokenprune": version("tokenprune-vlm"),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),
@@ -525,7 +516,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--repetitions", type=int, default=15)
     parser.add_argument("--warm-up", type=int, default=1)
     parser.add_argument("--threads", type=int)
-    parser.add_argument("--policies", nargs="+", default=list(POLICIES), help=f"names, paths, {list(BUILT_IN)}")
+    parser.add_argument("--policies", nargs="+", default=list(POLICIES), help="names, paths, or keep-all")
     parser.add_argument("--width", type=int)
     parser.add_argument("--feed-forward", type=int)
     parser.add_argument("--heads", type=int)

@@ -9,6 +9,7 @@
     ├── UnsupportedModelError    no adapter can serve this model exactly
     ├── UnsupportedCacheError    this kind of KV cache cannot hold a compact sequence yet
     ├── InputError               the tensors given to the model do not fit together (pixels without placeholders ...)
+    ├── LoadError                a model, processor or image cannot be read from where the user said it is
     └── SessionError             `compress` is used in a way that cannot take effect (nested, compiled model ...)
 """
 
@@ -20,6 +21,7 @@ from difflib import get_close_matches
 
 __all__ = [
     "InputError",
+    "LoadError",
     "PluginContractError",
     "PluginError",
     "PolicyError",
@@ -78,6 +80,10 @@ class UnsupportedCacheError(TokenpruneError):
 
 class InputError(TokenpruneError, ValueError):
     """The inputs of a forward pass contradict each other."""
+
+
+class LoadError(TokenpruneError):
+    """A model, processor or image cannot be read from where the user said it is."""
 
 
 class SessionError(TokenpruneError, RuntimeError):

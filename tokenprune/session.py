@@ -74,7 +74,7 @@ class Session:
         self._handles: list[Any] = []
         self._inputs: dict[str, Any] = {}
         self._run: _Forward | None = None
-        self._forwards = 0
+        self._ran = False
         self._prefills = 0
         self._report = Report(plan.policy.name, plan.policy.digest)
         self._unchecked: list[tuple[Tensor, str]] = []
@@ -120,7 +120,7 @@ class Session:
             _active.discard(self._decoder)
         if kind is None:
             self._check_contracts()
-            if not self._forwards:
+            if not self._ran:
                 warnings.warn(
                     f"no forward pass of this model ran inside the compress block, so policy {self.policy.name!r} "
                     "had no effect",
@@ -153,8 +153,18 @@ class Session:
 
     def _see_inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Remember what the caller gave; the decoder itself no longer sees the token ids."""
-        given = _named(module, args, kwargs)
-        self._inputs.update({name: value for name, value in given.items() if value is not None})
+        given = {name: value for name, value in _named(module, args, kwargs).items() if value is not None}
+        self._inputs.update(given)
+        self._ran = True
+        pixels = next((name for name in given if name.startswith("pixel_values")), None)
+        if pixels is not None and module is self.model:
+            mask = self.plan.adapter.visual_mask(self.model, given)
+            if mask is not None and not mask.any():
+                ids = ", ".join(map(str, sorted(self.plan.adapter.visual_token_ids(self.plan.config))))
+                raise InputError(
+                    f"{pixels} was given, but the prompt holds no image placeholder (token id {ids}); "
+                    "put the image token into the prompt, the processor's chat template does it"
+                )
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Start the forward pass of the text model."""
@@ -162,7 +172,7 @@ class Session:
         inputs, self._inputs = {**given, **self._inputs}, {}
         states = given.get("inputs_embeds")
         rows, length = (states if states is not None else given["input_ids"]).shape[:2]
-        self._forwards += 1
+        self._ran = True
         if compat.checkpointing_reruns_hooks() and module.training and getattr(module, "gradient_checkpointing", False):
             raise SessionError(
                 f"gradient checkpointing of transformers {compat.transformers_version()} runs hooks twice; "
@@ -463,14 +473,7 @@ class _Forward:
         if isinstance(padding, Tensor) and padding.ndim == 2:
             self.padding = padding[:, -self.length :].bool()
         visuals = Visuals.find(mask)
-        pixels = sorted(name for name, value in inputs.items() if "pixel_values" in name and isinstance(value, Tensor))
         if not any(visuals.counts):
-            if pixels:
-                ids = ", ".join(map(str, sorted(plan.adapter.visual_token_ids(plan.config))))
-                raise InputError(
-                    f"{pixels[0]} was given, but the prompt holds no image placeholder (token id {ids}); "
-                    "put the image token into the prompt, the processor's chat template does it"
-                )
             return
         self.is_visual, self.visuals = mask, visuals
         real = self.padding.sum(dim=1).tolist() if self.padding is not None else [self.length] * self.rows

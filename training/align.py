@@ -19,7 +19,7 @@ from transformers import LlavaForConditionalGeneration
 # (steps, images per step, patches per image, peak learning rate): first the object patches and a few others, a tenth
 # of the cost, then the whole grid, as the tower will see it.
 PHASES = ((1600, 24, 64, 1.5e-3), (150, 8, GRID * GRID, 4e-4))
-SETTLE = (400, 24, 64, 3e-3)
+SETTLE = ((600, 24, 56, 1e-3), (60, 8, GRID * GRID, 2e-4))
 SCALE = 8.0
 
 
@@ -113,37 +113,44 @@ def train_alignment(
         torch.save(model.state_dict(), checkpoint)
 
 
-def settle_projector(
+def settle(
     model: LlavaForConditionalGeneration, train: Pool, test: Pool, log: Log, checkpoint: Path, seed: int
 ) -> None:
-    """Fit the projector alone so that a visual token *is* the sum of its words' embeddings, in length too.
+    """Go on with tower and projector until a visual token *is* the sum of its words' embeddings, in length too.
 
     The loss above leaves free every direction that scores no word: tokens were nine times as long as that sum, at a
     cosine of 0.25 to it, and the language model did not find the words in them.
     """
-    steps, batch, patches, peak = SETTLE
     generator = torch.Generator().manual_seed(seed)
-    parameters = list(model.model.multi_modal_projector.parameters())
-    optimizer = torch.optim.AdamW(parameters, weight_decay=0.0, betas=(0.9, 0.98))
+    tower, projector = model.model.vision_tower, model.model.multi_modal_projector
+    with torch.no_grad():  # A ninth of the length is where to start from.
+        projector.linear_2.weight.div_(9)
+        projector.linear_2.bias.div_(9)
+    parameters = [*tower.parameters(), *projector.parameters()]
     ids = torch.tensor([vocabulary().index(w) for w in WORDS])
     embedding = model.get_input_embeddings().weight[ids].detach()
     threads = Threads()
-    for step in range(steps):
-        threads.tick()
-        index = torch.randint(len(train), (batch,), generator=generator)
-        keep = choose_patches(train.object_mask(index), patches, generator)
-        with torch.no_grad():
+    for phase, (steps, batch, patches, peak) in enumerate(SETTLE):
+        optimizer = torch.optim.AdamW(parameters, weight_decay=0.02, betas=(0.9, 0.98))
+        for step in range(steps):
+            threads.tick()
+            index = torch.randint(len(train), (batch,), generator=generator)
+            keep = choose_patches(train.object_mask(index), patches, generator)
+            words = train.words[index].gather(1, keep[:, :, None].expand(-1, -1, len(WORDS)))
+            objects = train.object_mask(index).gather(1, keep)
             features = tower_states(model, train.pixels(index), keep)[-2][:, 1:]
-        words = train.words[index].gather(1, keep[:, :, None].expand(-1, -1, len(WORDS)))
-        tokens = model.model.multi_modal_projector(features)
-        loss = (tokens - words.float() @ embedding).square().sum(-1).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, steps, peak)
-        optimizer.step()
-        if step % 50 == 0 or step == steps - 1:
-            log.row("settle", step, "loss", loss.item())
-    for name, value in measure(model, test, 128).items():
-        log.row("settle", steps, f"test {name}", value)
-    torch.save(model.state_dict(), checkpoint)
+            each = (projector(features) - words.float() @ embedding).square().sum(-1)
+            loss = 2 * each[objects].mean() + each[~objects].mean()
+            value = loss.item()
+            loss = loss + 0.5 * dense_loss(word_scores(model, features), words, objects)
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(parameters, 1.0)
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(step, steps, peak)
+            optimizer.step()
+            if step % 50 == 0 or step == steps - 1:
+                log.row(f"settle{phase}", step, "loss", value)
+        for name, share in measure(model, test, 128).items():
+            log.row(f"settle{phase}", steps, f"test {name}", share)
+        torch.save(model.state_dict(), checkpoint)

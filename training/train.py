@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 import torch
-from align import settle_projector, train_alignment
+from align import settle, train_alignment
 from export import write_model, write_samples
 from language import tower_features, train_language
 from model import build_model
@@ -36,7 +36,7 @@ def main() -> None:
     if settled.exists():
         model.load_state_dict(torch.load(settled))
     else:
-        settle_projector(model, train, test, log, settled, SEED)
+        settle(model, train, test, log, settled, SEED)
     test_features = tower_features(model, test, 100)
     train_language(model, train, (test, test_features), log, args.work / "language.pt", SEED)
     write_model(model, args.out)
