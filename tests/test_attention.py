@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-import policies
 import pytest
 import torch
 import torch.nn.functional as F
 import zoo
-from tokenprune.interfaces import AttentionRows
-from tokenprune.policy import Policy, list_policies
-from tokenprune.session import compress
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
+
+import policies
+from tokenprune.interfaces import AttentionRows
+from tokenprune.policy import Policy, list_policies
+from tokenprune.session import compress
 
 # Families whose eager run hands out attention probabilities of every layer.
 FAMILIES = ["llava", "qwen2_vl", "qwen2_5_vl", "gemma3", "mistral3_sliding", "glm4v", "smolvlm", "internvl", "aria"]
@@ -84,9 +85,9 @@ def test_every_policy_runs_on_the_flash_kernel_alone(name: str, deep_llava: Any)
     """Inside the context any other kernel raises, so each layer's attention really ran on the flash kernel."""
     inputs = {k: v[:1] for k, v in zoo.ZOO["llava"].inputs(1).items()}
     policy = Policy.load(name)
-    with torch.no_grad(), sdpa_kernel(SDPBackend.FLASH_ATTENTION), CountSdpa() as calls:
-        with compress(deep_llava, policy) as session:
-            deep_llava(**inputs)
+    flash = sdpa_kernel(SDPBackend.FLASH_ATTENTION)
+    with torch.no_grad(), flash, CountSdpa() as calls, compress(deep_llava, policy) as session:
+        deep_llava(**inputs)
     layers = calls.queries[-32:]
     text = inputs["input_ids"].shape[1] - 16
     assert layers == [n + text for n in session.report.entering[0]]

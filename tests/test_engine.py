@@ -8,18 +8,25 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-import policies
 import pytest
 import torch
 import zoo
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+import policies
 from tokenprune import compat
 from tokenprune.cache import CompactLayer
-from tokenprune.errors import InputError, PluginContractError, SessionError, UnsupportedCacheError, UnsupportedModelError
+from tokenprune.errors import (
+    InputError,
+    PluginContractError,
+    SessionError,
+    UnsupportedCacheError,
+    UnsupportedModelError,
+)
 from tokenprune.interfaces import PruneContext, Scorer
 from tokenprune.session import NoVisualTokensWarning, compress
 from tokenprune.testing import hidden_columns
-from torch import Tensor, nn
-from transformers import DynamicCache
 
 THREE = policies.STAGED["three"]
 
@@ -403,7 +410,10 @@ def test_ids_hidden_from_the_model_are_an_error(llava: Any) -> None:
 
 def test_a_non_finite_score_names_the_scorer(llava: Any, inputs: dict[str, Any]) -> None:
     inputs["pixel_values"] = inputs["pixel_values"] * torch.inf
-    with compress(llava, policies.STAGED["one"]), pytest.raises(PluginContractError, match="'variation' returned a score"):
+    with (
+        compress(llava, policies.STAGED["one"]),
+        pytest.raises(PluginContractError, match="'variation' returned a score"),
+    ):
         logits(llava, inputs)
 
 

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor, nn
+
 from tokenprune.interfaces import Adapter, AttentionRows, PruneContext
 from tokenprune.policy import Policy
 from tokenprune.selectors import TopK
 from tokenprune.session import compress
 from tokenprune.tokens import Budget
-from torch import Tensor, nn
 
 GOLDEN = Path(os.environ.get("TOKENPRUNE_GOLDEN") or Path(__file__).parent / "golden")
 
@@ -162,7 +163,9 @@ def test_fastv(hyper: dict[str, Any], given: dict[str, Tensor]) -> None:
     )
     probabilities = next(everything.blocks())[0][0, :, 0]
     torch.testing.assert_close(probabilities, given["expected/attn_last_row"], rtol=1e-4, atol=1e-5)
-    context = PruneContext(torch.ones(1, count, dtype=torch.bool), torch.arange(count)[None], signals={"attention": rows})
+    context = PruneContext(
+        torch.ones(1, count, dtype=torch.bool), torch.arange(count)[None], signals={"attention": rows}
+    )
     assert stage.scorer is not None
     scores = stage.scorer.score(context)
     torch.testing.assert_close(scores[0], given["expected/scores"], rtol=1e-4, atol=1e-5)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import policies
 import pytest
 import torch
 import zoo
+
+import policies
 from tokenprune.plugins import registry
 from tokenprune.session import compress
 from tokenprune.testing import check_policy

@@ -6,8 +6,9 @@ import random
 
 import pytest
 import torch
-from tokenprune.sequence import Slots, View, Visuals, cut_mask, take
 from torch import Tensor
+
+from tokenprune.sequence import Slots, View, Visuals, cut_mask, take
 
 SEEDS = range(8)
 
@@ -49,7 +50,9 @@ def test_narrowing_twice_and_putting_back_equals_lists(seed: int) -> None:
         keep[:, -1] = True
         if view.alive is not None:
             keep &= view.alive
-        kept = [[p for p, k in zip(listed(view.index[b : b + 1], None)[0], keep[b], strict=True) if k] for b in range(rows)]
+        kept = [
+            [p for p, k in zip(listed(view.index[b : b + 1], None)[0], keep[b], strict=True) if k] for b in range(rows)
+        ]
         counts = [len(row) for row in kept]
         new, order = view.narrow(keep, counts)
         states = take(states, order, 1) + 1
@@ -92,7 +95,10 @@ def test_visuals_follow_the_view(seed: int) -> None:
             for slot, valid, stays in zip(visuals.slots[row], visuals.valid[row], kept[row], strict=True):
                 if valid and not stays:
                     keep[row, slot] = False
-        expected = [[p for p, k in zip(view.index[b, visuals.slots[b]].tolist(), kept[b], strict=True) if k] for b in range(rows)]
+        expected = [
+            [p for p, k in zip(view.index[b, visuals.slots[b]].tolist(), kept[b], strict=True) if k]
+            for b in range(rows)
+        ]
         visuals, (view, _) = visuals.narrow(kept, counts, keep), view.narrow(keep, [int(n) for n in keep.sum(1)])
         assert listed(view.index.gather(1, visuals.slots), visuals.valid) == expected
         ordinals = [[originals[b].index(p) for p in row] for b, row in enumerate(expected)]
@@ -100,7 +106,9 @@ def test_visuals_follow_the_view(seed: int) -> None:
 
 
 def test_slots_follow_rows_window_and_crop() -> None:
-    slots = Slots.full(2, 3, torch.device("cpu")).extend(torch.tensor([[3, 5], [0, 4]]), 3, torch.tensor([[False] * 2, [True, False]]))
+    slots = Slots.full(2, 3, torch.device("cpu")).extend(
+        torch.tensor([[3, 5], [0, 4]]), 3, torch.tensor([[False] * 2, [True, False]])
+    )
     assert slots.length == 6 and slots.has_dead
     assert slots.positions.tolist() == [[0, 1, 2, 3, 5], [0, 1, 2, -1, 4]]
     assert slots.rows(torch.tensor([1, 1, 0])).positions[:, 3].tolist() == [-1, -1, 3]
@@ -133,7 +141,14 @@ def test_cut_mask_equals_a_loop_over_positions(seed: int, given: str, form: str)
         "float": torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min),
     }[given]  # fmt: skip
     cut = cut_mask(
-        mask, form=form, dtype=torch.float32, keys=keys, offset=0, queries=view.index.shape[1], rows=view.index, dead_rows=dead
+        mask,
+        form=form,
+        dtype=torch.float32,
+        keys=keys,
+        offset=0,
+        queries=view.index.shape[1],
+        rows=view.index,
+        dead_rows=dead,
     )
     assert cut is not None
     for row in range(rows):
@@ -151,8 +166,14 @@ def test_cut_mask_equals_a_loop_over_positions(seed: int, given: str, form: str)
 
 def test_no_mask_stays_no_mask_where_nothing_is_dead() -> None:
     keys = Slots.full(1, 0, torch.device("cpu")).extend(torch.tensor([[0, 3, 4]]), 5)
-    options = dict(form="bool", dtype=torch.float32, keys=keys, offset=0, queries=3, rows=torch.tensor([[0, 3, 4]]), dead_rows=None)
+    options = dict(
+        form="bool", dtype=torch.float32, keys=keys, offset=0, queries=3, rows=torch.tensor([[0, 3, 4]]), dead_rows=None
+    )
     assert cut_mask(None, **options) is None
     assert cut_mask(None, **options, window=5) is None
     windowed = cut_mask(None, **options, window=4)
-    assert windowed is not None and windowed[0, 0].tolist() == [[True, False, False], [True, True, False], [False, True, True]]
+    assert windowed is not None and windowed[0, 0].tolist() == [
+        [True, False, False],
+        [True, True, False],
+        [False, True, True],
+    ]

@@ -123,8 +123,6 @@ def compact(cache: Any, index: int) -> _Compact:
     new.__dict__ = layer.__dict__  # shared, so that whoever holds the old object sees the same storage
     new.armed = None
     stored = layer.keys.shape[-2] if layer.is_initialized and layer.keys.numel() else 0
-    new.slots = (
-        Slots.full(layer.keys.shape[0], layer.get_seq_length(), layer.keys.device, stored) if stored else None
-    )
+    new.slots = Slots.full(layer.keys.shape[0], layer.get_seq_length(), layer.keys.device, stored) if stored else None
     cache.layers[index] = new
     return new

@@ -556,10 +556,10 @@ def _print_yaml(text: str) -> None:
 
 def _print_run(result: Comparison, question: str, heatmap: Path | None) -> None:
     console = _console()
-    answers = [["question", question], ["unpruned", result.unpruned.answer], ["pruned", result.pruned.answer]]
     table = Table.grid(padding=(0, 2, 0, 0))
-    for label, text in answers:
-        table.add_row(label, text)
+    table.add_row("question", question)
+    table.add_row("unpruned", result.unpruned.answer or "(nothing)")
+    table.add_row("pruned", result.pruned.answer or "(nothing)")
     console.print(table)
     if not result.report.visual_tokens:
         print("notice: no visual tokens; ran unpruned", file=sys.stderr)

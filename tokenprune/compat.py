@@ -15,7 +15,6 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 import transformers
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer

@@ -56,9 +56,7 @@ class PolicyError(TokenpruneError, ValueError):
     """A policy that cannot be used; carries every problem found, not just the first."""
 
     def __init__(self, problems: Sequence[Problem] | str) -> None:
-        self.problems: tuple[Problem, ...] = (
-            (Problem(problems),) if isinstance(problems, str) else tuple(problems)
-        )
+        self.problems: tuple[Problem, ...] = (Problem(problems),) if isinstance(problems, str) else tuple(problems)
         super().__init__("\n".join(map(str, self.problems)))
 
 

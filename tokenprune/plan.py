@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -111,11 +112,13 @@ def adapter_for(config: Any, plugins: Registry | None = None) -> Adapter:
     """
     entries = (plugins or registry()).adapters.values()
     model_type = getattr(config, "model_type", "") or type(config).__name__
-    named = [entry.cls() for entry in entries if model_type in entry.cls.model_types]
-    fallback = [entry.cls() for entry in entries if not entry.cls.model_types]
+    named: list[Adapter] = [entry.cls() for entry in entries if model_type in entry.cls.model_types]
+    fallback: list[Adapter] = [entry.cls() for entry in entries if not entry.cls.model_types]
     candidates = named or fallback
     if not candidates:
-        raise UnsupportedModelError(f"no adapter serves model type {model_type!r}; `tokenprune list adapters` shows them")
+        raise UnsupportedModelError(
+            f"no adapter serves model type {model_type!r}; `tokenprune list adapters` shows them"
+        )
     for adapter in candidates[:-1]:
         try:
             adapter.check(config)
@@ -126,9 +129,7 @@ def adapter_for(config: Any, plugins: Registry | None = None) -> Adapter:
     return candidates[-1]
 
 
-def plan(
-    policy: str | Path | Mapping[str, Any] | Policy, model_or_config: Any, adapter: Adapter | None = None
-) -> Plan:
+def plan(policy: str | Path | Mapping[str, Any] | Policy, model_or_config: Any, adapter: Adapter | None = None) -> Plan:
     """Lay a policy on a model (or on its configuration alone) and return the plan.
 
     adapter: used instead of the registered one that serves the model.
@@ -184,7 +185,7 @@ def _unmet(signal: Signal, layer: int, adapter: Adapter) -> str:
 
 
 def _order(policy: Policy, stages: tuple[PlannedStage, ...]) -> Iterator[Problem]:
-    for before, stage in zip(stages, stages[1:], strict=False):
+    for before, stage in pairwise(stages):
         if stage.layer <= before.layer:
             yield policy.problem(
                 ("stages", stage.number, "at"),
@@ -228,11 +229,15 @@ def _counter(policy: Policy, depth: int, stages: tuple[PlannedStage, ...]) -> Ca
         if target is None or average(visual, 1.0) <= target:
             return counts_at(visual, 1.0)
         if average(visual, 0.0) > target:
-            raise PolicyError([policy.problem(
-                ("average_tokens",),
-                f"{target:g} cannot be reached with {visual} visual tokens: keeping none at the open stages still "
-                f"averages {average(visual, 0.0):.1f}; move the first stage to an earlier layer",
-            )])
+            raise PolicyError(
+                [
+                    policy.problem(
+                        ("average_tokens",),
+                        f"{target:g} cannot be reached with {visual} visual tokens: keeping none at the open stages still "
+                        f"averages {average(visual, 0.0):.1f}; move the first stage to an earlier layer",
+                    )
+                ]
+            )
         low, high = 0.0, 1.0  # counts only grow with the ratio, so bisection finds the largest that fits
         while high - low > 1e-9:
             middle = (low + high) / 2

@@ -14,7 +14,7 @@ import pkgutil
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
@@ -146,7 +146,7 @@ def _modules(point: EntryPoint) -> Iterator[tuple[str, Callable[[], Any]]]:
     for info in pkgutil.iter_modules(paths) if paths else ():
         if not info.name.startswith("_"):
             name = f"{point.module}.{info.name}"
-            yield name, lambda name=name: importlib.import_module(name)
+            yield name, partial(importlib.import_module, name)
 
 
 def _add(found: Registry, module: ModuleType, name: str, distribution: str) -> None:

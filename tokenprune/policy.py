@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -172,7 +173,7 @@ def _listed(plugins: Registry) -> tuple[PolicyInfo, ...]:
             for path in sorted(directory.rglob("*.yaml"))
         ]
         infos.sort(key=lambda info: info.name)
-        for info, other in zip(infos, infos[1:], strict=False):
+        for info, other in pairwise(infos):
             if info.name == other.name:
                 raise PluginError(
                     f"two files define policy {info.name!r}: {info.path} of {info.distribution} and {other.path} of "
@@ -189,7 +190,11 @@ def _info(path: Path, distribution: str) -> PolicyInfo:
         return PolicyInfo(path.stem, "", None, path, distribution, str(error))
     name = data.get("name")
     return PolicyInfo(
-        name if isinstance(name, str) else path.stem, str(data.get("summary", "")), data.get("paper"), path, distribution
+        name if isinstance(name, str) else path.stem,
+        str(data.get("summary", "")),
+        data.get("paper"),
+        path,
+        distribution,
     )
 
 
@@ -224,6 +229,7 @@ class _BudgetKeys(_Strict):
     min_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] = 0
 
 
+_WHAT = {"_PolicyKeys": "a policy", "_StageKeys": "a stage", "_BudgetKeys": "a budget"}
 _MAX_NODES, _MAX_DEPTH = 20_000, 40
 
 
@@ -255,7 +261,9 @@ class _Reader:
         self._stop_if_wrong()
         if not isinstance(data, dict):
             kind = "empty" if data is None else f"a {type(data).__name__}"
-            raise PolicyError([Problem(f"a policy is a mapping with name and stages; this file is {kind}", self.source)])
+            raise PolicyError(
+                [Problem(f"a policy is a mapping with name and stages; this file is {kind}", self.source)]
+            )
         return data, marks
 
     def _parse(self, text: str, marks: dict[Location, Problem]) -> Any:
@@ -273,9 +281,7 @@ class _Reader:
             self.problems.append(Problem(f"not valid YAML: {what}", self.source))
         return None
 
-    def _build(
-        self, loader: Any, node: Any, at: Location, marks: dict[Location, Problem], above: list[Any]
-    ) -> Any:
+    def _build(self, loader: Any, node: Any, at: Location, marks: dict[Location, Problem], above: list[Any]) -> Any:
         """Return the plain data of a YAML node; note where it stands."""
         here = Problem("", self.source, node.start_mark.line + 1, node.start_mark.column + 1)
         marks.setdefault(at, here)
@@ -283,7 +289,7 @@ class _Reader:
             self._wrong(here, "the document is nested too deeply, too large, or contains itself")
             return None
         if isinstance(node, yaml.ScalarNode):
-            return loader.construct_object(node)
+            return self._scalar(loader, node, here)
         if node.tag not in ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq"):
             self._wrong(here, f"the tag {node.tag!r} is not allowed; a policy is plain mappings, lists and words")
             return None
@@ -292,8 +298,8 @@ class _Reader:
             return [self._build(loader, item, (*at, i), marks, below) for i, item in enumerate(node.value)]
         made: dict[str, Any] = {}
         for key_node, value_node in node.value:
-            key = loader.construct_object(key_node) if isinstance(key_node, yaml.ScalarNode) else None
             place = Problem("", self.source, key_node.start_mark.line + 1, key_node.start_mark.column + 1)
+            key = self._scalar(loader, key_node, place) if isinstance(key_node, yaml.ScalarNode) else None
             if not isinstance(key, str):
                 shown = key_node.value if isinstance(key_node, yaml.ScalarNode) else "a list or mapping"
                 self._wrong(place, f"{shown!r} is not a word and cannot be a key (quote it if it is meant as one)")
@@ -303,6 +309,14 @@ class _Reader:
                 made[key] = self._build(loader, value_node, (*at, key), marks, below)
                 marks[(*at, key, "<key>")] = place
         return made
+
+    def _scalar(self, loader: Any, node: Any, place: Problem) -> Any:
+        try:
+            return loader.construct_object(node)
+        except (yaml.YAMLError, ValueError, OverflowError, IndexError) as error:  # PyYAML trips over `!!int ''` itself
+            what = getattr(error, "problem", None) or f"{node.value!r} is not what its tag or form says it is"
+            self._wrong(place, f"not valid YAML: {what}")
+            return None
 
     def _wrong(self, place: Problem, message: str) -> None:
         self.problems.append(dataclasses.replace(place, message=message))
@@ -349,7 +363,9 @@ class _Reader:
                     inner[step] = {}
                 elif step not in inner:
                     possible = [str(key) for key in inner]
-                    self._wrong(place, f"there is no {step!r} here, only {', '.join(possible)}.{did_you_mean(step, possible)}")
+                    self._wrong(
+                        place, f"there is no {step!r} here, only {', '.join(possible)}.{did_you_mean(step, possible)}"
+                    )
                     return
             else:
                 size = f"it has {len(inner)} entries" if isinstance(inner, list) else "it holds a single value"
@@ -377,7 +393,10 @@ class _Reader:
         self.marks = marks
         keys = self._checked(_PolicyKeys, data, ())
         stages_data = data.get("stages")
-        stages = [self._stage(item, ("stages", i)) for i, item in enumerate(stages_data if isinstance(stages_data, list) else ())]
+        stages = [
+            self._stage(item, ("stages", i))
+            for i, item in enumerate(stages_data if isinstance(stages_data, list) else ())
+        ]
         self._budgets(data, stages)
         self._stop_if_wrong()
         assert keys is not None
@@ -390,14 +409,18 @@ class _Reader:
         if average is not None and not open_stages and stages and None not in stages:
             self._at(("average_tokens",), "nothing is left to solve: leave the budget of at least one stage out")
         for number in open_stages if average is None else ():
-            self._at(("stages", number), "a stage needs a budget: {keep_ratio: 0.5}, {keep_tokens: 64}, or average_tokens on the policy")
+            self._at(
+                ("stages", number),
+                "a stage needs a budget: {keep_ratio: 0.5}, {keep_tokens: 64}, or average_tokens on the policy",
+            )
 
     def _stage(self, data: Any, at: Location) -> Stage | None:
         before = len(self.problems)
         keys = self._checked(_StageKeys, data, at)
         if not isinstance(data, Mapping):
             return None
-        site = self._site(data.get("at"), (*at, "at")) if isinstance(data.get("at"), str) else None
+        text = data.get("at")
+        site = self._site(text, (*at, "at")) if isinstance(text, str) else None
         made = {kind: self._component(kind, data.get(kind, _DEFAULTS.get(kind)), (*at, kind)) for kind in _COMPONENTS}
         budget = self._budget(data["budget"], (*at, "budget")) if "budget" in data else None
         selector = made["selector"]
@@ -455,7 +478,7 @@ class _Reader:
         try:
             return model.model_validate(data)
         except ValidationError as error:
-            what = {_PolicyKeys: "a policy", _StageKeys: "a stage", _BudgetKeys: "a budget"}[model]
+            what = _WHAT[model.__name__]
             if not isinstance(data, Mapping):
                 self._at(at, f"{what} is a mapping with {', '.join(model.model_fields)}, not {_shown(data)}")
             else:

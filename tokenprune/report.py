@@ -92,7 +92,9 @@ class Report:
             for stage in self.stages
         ]
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        lines += [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+        ]
         average = _row([f"{value:.1f}" for value in self.average_tokens])
         lines.append(
             f"average visual tokens per layer {average} of {_row(self.visual_tokens)}, "

@@ -95,7 +95,9 @@ class Session:
         self._refuse_what_cannot_work(path)
         with _active_lock:
             if self._decoder in _active:
-                raise SessionError("this model is already inside a compress block; leave it first, policies do not nest")
+                raise SessionError(
+                    "this model is already inside a compress block; leave it first, policies do not nest"
+                )
             _active.add(self._decoder)
         for module in path:
             self._hook(module.register_forward_pre_hook(self._see_inputs, with_kwargs=True))
@@ -218,9 +220,7 @@ class Session:
 
     # ---- a stage ----------------------------------------------------------------------------------------------------
 
-    def _act(
-        self, run: _Forward, stage: PlannedStage, layer: nn.Module, index: int, given: dict[str, Any]
-    ) -> Tensor:
+    def _act(self, run: _Forward, stage: PlannedStage, layer: nn.Module, index: int, given: dict[str, Any]) -> Tensor:
         """Drop tokens before this layer; return the physical states it continues with."""
         states: Tensor = given["hidden_states"]
         visuals = run.visuals
@@ -239,6 +239,7 @@ class Session:
             if stage.merger.changes_states:
                 states = self._merge(stage, context, run, states, kept)
             states = run.narrow(states, kept, keep)
+        assert run.visuals is not None
         self._record(run, stage, before, run.positions(run.visuals, past), scores)
         return states
 
@@ -279,12 +280,12 @@ class Session:
                 f"not bool {tuple(context.valid.shape)}"
             )
         exact = ((kept & context.valid).sum(dim=1) == wanted).all() & ~(kept & ~context.valid).any()
-        self._require(exact, f"selector {stage.selector.name!r} did not keep exactly the tokens asked for at {stage.site}")
+        self._require(
+            exact, f"selector {stage.selector.name!r} did not keep exactly the tokens asked for at {stage.site}"
+        )
         return kept, scores
 
-    def _merge(
-        self, stage: PlannedStage, context: PruneContext, run: _Forward, states: Tensor, kept: Tensor
-    ) -> Tensor:
+    def _merge(self, stage: PlannedStage, context: PruneContext, run: _Forward, states: Tensor, kept: Tensor) -> Tensor:
         visuals = run.visuals
         assert visuals is not None
         hidden = take(states, visuals.slots, 1)
@@ -736,4 +737,3 @@ def time_layers(model: nn.Module, layers: Sequence[nn.Module]) -> Iterator[Layer
     finally:
         for handle in handles:
             handle.remove()
-

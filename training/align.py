@@ -60,6 +60,26 @@ def dense_loss(scores: Tensor, words: Tensor, objects: Tensor) -> Tensor:
     return loss
 
 
+def presence_heads(model: LlavaForConditionalGeneration) -> nn.ModuleList:
+    """Two linear heads that are thrown away after training: see ``presence_loss``."""
+    return nn.ModuleList([nn.Linear(model.config.vision_config.hidden_size, len(WORDS)) for _ in range(2)])
+
+
+def presence_loss(
+    heads: nn.ModuleList, model: LlavaForConditionalGeneration, states: list[Tensor], words: Tensor
+) -> Tensor:
+    """CLS says which words the image holds, after the layer that the projector reads and after the last one.
+
+    That is what makes the attention of CLS look at the objects, as that of a CLIP tower does.
+    """
+    present = words.any(1).float()
+    read = (states[-2], model.model.vision_tower.post_layernorm(states[-1]))
+    losses = [
+        F.binary_cross_entropy_with_logits(head(state[:, 0]), present) for head, state in zip(heads, read, strict=True)
+    ]
+    return sum(losses[1:], losses[0])
+
+
 @torch.no_grad()
 def measure(model: LlavaForConditionalGeneration, pool: Pool, images: int) -> dict[str, float]:
     """Accuracy per group on object patches, and of telling objects from background, over the full grid."""
@@ -79,9 +99,7 @@ def train_alignment(
 ) -> None:
     """Train tower, projector and word embeddings in place."""
     generator = torch.Generator().manual_seed(seed)
-    # CLS says which words the image holds, after the layer that the projector reads and after the last one: that
-    # makes its attention look at the objects. The two heads are thrown away.
-    heads = nn.ModuleList([nn.Linear(model.config.vision_config.hidden_size, len(WORDS)) for _ in range(2)])
+    heads = presence_heads(model)
     tower = model.model.vision_tower
     parameters = [*tower.parameters(), *model.model.multi_modal_projector.parameters(), *heads.parameters()]
     parameters.append(model.get_input_embeddings().weight)
@@ -96,9 +114,7 @@ def train_alignment(
             words = train.words[index].gather(1, keep[:, :, None].expand(-1, -1, len(WORDS)))
             objects = train.object_mask(index).gather(1, keep)
             loss = dense_loss(word_scores(model, states[-2][:, 1:]), words, objects)
-            present = train.words[index].any(1).float()
-            for head, state in zip(heads, (states[-2], tower.post_layernorm(states[-1])), strict=True):
-                loss = loss + F.binary_cross_entropy_with_logits(head(state[:, 0]), present)
+            loss = loss + presence_loss(heads, model, states, train.words[index])
             optimizer.zero_grad()
             loss.backward()
             nn.utils.clip_grad_norm_(parameters, 1.0)
@@ -126,7 +142,8 @@ def settle(
     with torch.no_grad():  # A ninth of the length is where to start from.
         projector.linear_2.weight.div_(9)
         projector.linear_2.bias.div_(9)
-    parameters = [*tower.parameters(), *projector.parameters()]
+    heads = presence_heads(model)
+    parameters = [*tower.parameters(), *projector.parameters(), *heads.parameters()]
     ids = torch.tensor([vocabulary().index(w) for w in WORDS])
     embedding = model.get_input_embeddings().weight[ids].detach()
     threads = Threads()
@@ -138,11 +155,13 @@ def settle(
             keep = choose_patches(train.object_mask(index), patches, generator)
             words = train.words[index].gather(1, keep[:, :, None].expand(-1, -1, len(WORDS)))
             objects = train.object_mask(index).gather(1, keep)
-            features = tower_states(model, train.pixels(index), keep)[-2][:, 1:]
+            states = tower_states(model, train.pixels(index), keep)
+            features = states[-2][:, 1:]
             each = (projector(features) - words.float() @ embedding).square().sum(-1)
             loss = 2 * each[objects].mean() + each[~objects].mean()
             value = loss.item()
             loss = loss + 0.5 * dense_loss(word_scores(model, features), words, objects)
+            loss = loss + presence_loss(heads, model, states, train.words[index])
             optimizer.zero_grad()
             loss.backward()
             nn.utils.clip_grad_norm_(parameters, 1.0)

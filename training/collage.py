@@ -84,6 +84,7 @@ class QA:
     question: str
     answer: str
     key_patches: tuple[int, ...]
+    focus: tuple[int, ...]  # patches of the objects that match the question's words; none where no object does
 
 
 @dataclass
@@ -230,7 +231,7 @@ def make_question(rng: np.random.Generator, collage: Collage, kind: str) -> QA |
     if not candidates:
         return None
     item, question, answer = candidates[rng.integers(len(candidates))]
-    return QA(kind, question, answer, tuple(item.patches))
+    return QA(kind, question, answer, tuple(item.patches), tuple(item.patches))
 
 
 def _exists(rng: np.random.Generator, collage: Collage) -> QA | None:
@@ -246,20 +247,23 @@ def _exists(rng: np.random.Generator, collage: Collage) -> QA | None:
     if not options:
         return None
     color, label = options[rng.integers(len(options))]
-    return QA("exists", f"is there a {color} {label}?", answer, tuple(collage.object_patches))
+    focus = [p for i in collage.items if (i.color, i.label) == (color, label) for p in i.patches]
+    return QA("exists", f"is there a {color} {label}?", answer, tuple(collage.object_patches), tuple(focus))
 
 
 def _count(rng: np.random.Generator, collage: Collage) -> QA:
     """Ask "how many circles are there?"; the number is drawn first, so that small ones do not prevail."""
     items = collage.items
-    counts = {f"{s}s": sum(i.label == s for i in items) for s in SHAPES}
-    counts["digits"] = sum(i.is_digit for i in items)
-    counts |= {f"{c} objects": sum(i.color == c for i in items) for c in COLORS}
-    numbers = sorted({n for n in counts.values() if n <= 4})
+    matches = {f"{s}s": [i for i in items if i.label == s] for s in SHAPES}
+    matches["digits"] = [i for i in items if i.is_digit]
+    matches |= {f"{c} objects": [i for i in items if i.color == c] for c in COLORS}
+    numbers = sorted({len(found) for found in matches.values() if len(found) <= 4})
     number = numbers[rng.integers(len(numbers))]
-    options = [what for what, n in counts.items() if n == number]
+    options = [what for what, found in matches.items() if len(found) == number]
     what = options[rng.integers(len(options))]
-    return QA("count", f"how many {what} are there?", NUMBERS[number], tuple(collage.object_patches))
+    focus = [p for i in matches[what] for p in i.patches]
+    question = f"how many {what} are there?"
+    return QA("count", question, NUMBERS[number], tuple(collage.object_patches), tuple(focus))
 
 
 def make_questions(rng: np.random.Generator, collage: Collage, number: int, weights: np.ndarray) -> list[QA]:

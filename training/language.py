@@ -19,6 +19,7 @@ from pool import Log, Pool, Threads, learning_rate
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlavaForConditionalGeneration
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 PATCHES = GRID * GRID
 # (steps, images per step, visual tokens per image): all object patches and random others first, which costs little,
@@ -27,6 +28,8 @@ PHASES = ((1200, 6, 40), (500, 12, 48), (250, 8, 160), (300, 4, PATCHES))
 QUESTIONS = 12
 PEAK = 1.2e-3
 EVERY = 200  # steps between evaluations
+FOCUS_LAYERS = (3, 4)
+FOCUS_WEIGHT = 0.5
 
 TOKENIZER = build_tokenizer()
 HEAD = TOKENIZER("USER:").input_ids  # <s> user :
@@ -60,7 +63,8 @@ class Packed:
     ids: Tensor  # text token ids; 0 at visual tokens and padding
     positions: Tensor
     mask: Tensor
-    answers: Tensor  # [number, 3]: row, index of the token that predicts the answer, question number within the row
+    answers: Tensor  # [number, 2]: row, index of the token that predicts the answer
+    focus: Tensor  # bool [number, kept]: which kept patches the question is about
 
 
 def pack(questions: list[list[QA]], keep: Tensor, compact: bool) -> Packed:
@@ -71,7 +75,7 @@ def pack(questions: list[list[QA]], keep: Tensor, compact: bool) -> Packed:
     kept = keep.shape[1]
     prefix = len(HEAD) + kept
     text_start = prefix if compact else len(HEAD) + PATCHES
-    rows, positions, blocks, answers = [], [], [], []
+    rows, positions, blocks, answers, focus = [], [], [], [], []
     for row, qas in enumerate(questions):
         ids, block = [*HEAD, *[0] * kept], [0] * prefix
         where = torch.arange(kept) if compact else keep[row]
@@ -79,7 +83,8 @@ def pack(questions: list[list[QA]], keep: Tensor, compact: bool) -> Packed:
         for number, qa in enumerate(qas):
             new = TOKENIZER(f"{qa.question} ASSISTANT: {qa.answer}", add_special_tokens=False).input_ids
             new.append(TOKENIZER.eos_token_id)
-            answers.append((row, len(ids) + len(new) - 3, number))
+            answers.append((row, len(ids) + len(new) - 3))
+            focus.append(torch.isin(keep[row], torch.tensor(qa.focus, dtype=torch.long)))
             ids += new
             block += [number + 1] * len(new)
             position += range(text_start, text_start + len(new))
@@ -95,13 +100,15 @@ def pack(questions: list[list[QA]], keep: Tensor, compact: bool) -> Packed:
         positions=torch.tensor([p + [0] * (length - len(p)) for p in positions]),
         mask=(visible & causal)[:, None],
         answers=torch.tensor(answers),
+        focus=torch.stack(focus),
     )
 
 
-def answer_states(model: LlavaForConditionalGeneration, packed: Packed, visual: Tensor) -> Tensor:
+def answer_states(model: LlavaForConditionalGeneration, packed: Packed, visual: Tensor) -> tuple[Tensor, list[Tensor]]:
     """Final states at the tokens that predict answer and ``</s>``, ``[number, 2, width]``.
 
-    ``visual [batch, kept, width]`` are tower features; the projector runs here.
+    ``visual [batch, kept, width]`` are tower features; the projector runs here. Also returns, for each of FOCUS_LAYERS,
+    the log of the attention ``[number, heads, kept]`` that the answering token pays to the visual tokens among them.
     """
     language = model.model.language_model
     hidden = language.embed_tokens(packed.ids)
@@ -110,18 +117,46 @@ def answer_states(model: LlavaForConditionalGeneration, packed: Packed, visual: 
         start, end = len(HEAD), len(HEAD) + visual.shape[1]
         hidden = torch.cat([hidden[:, :start], tokens, hidden[:, end:]], 1)
     rotation = language.rotary_emb(hidden, position_ids=packed.positions)
-    for layer in language.layers:
+    row, at = packed.answers.T
+    attention = []
+    for number, layer in enumerate(language.layers):
+        if number in FOCUS_LAYERS and model.training:
+            attention.append(visual_attention(layer, hidden, rotation, packed, visual.shape[1]))
         hidden = layer(hidden, attention_mask=packed.mask, position_embeddings=rotation)
-    row, at, _ = packed.answers.T
-    return language.norm(torch.stack([hidden[row, at], hidden[row, at + 1]], 1))
+    return language.norm(torch.stack([hidden[row, at], hidden[row, at + 1]], 1)), attention
 
 
-def answer_loss(model: LlavaForConditionalGeneration, packed: Packed, visual: Tensor) -> Tensor:
-    """Cross-entropy of the answer word and of ``</s>`` after it."""
-    logits = model.lm_head(answer_states(model, packed, visual))
-    row, at, _ = packed.answers.T
-    target = torch.stack([packed.ids[row, at + 1], packed.ids[row, at + 2]], 1)
-    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
+def visual_attention(
+    layer: nn.Module, hidden: Tensor, rotation: tuple[Tensor, Tensor], packed: Packed, kept: int
+) -> Tensor:
+    """Log attention ``[number, heads, kept]`` of the answering tokens over the visual tokens alone, in one layer."""
+    module, (cos, sin) = layer.self_attn, rotation
+    row, at = packed.answers.T
+    span = slice(len(HEAD), len(HEAD) + kept)
+    normed = layer.input_layernorm(hidden)
+    query = module.q_proj(normed[row, at]).unflatten(-1, (-1, module.head_dim))
+    key = module.k_proj(normed[:, span]).unflatten(-1, (-1, module.head_dim))
+    query = apply_rotary_pos_emb(query, query, cos[row, at], sin[row, at], unsqueeze_dim=1)[0]
+    key = apply_rotary_pos_emb(key, key, cos[:, span], sin[:, span], unsqueeze_dim=2)[0]
+    key = key.repeat_interleave(query.shape[1] // key.shape[2], 2)[row]  # [number, kept, heads, head_dim]
+    return (torch.einsum("nhd,nkhd->nhk", query, key) * module.scaling).log_softmax(-1)
+
+
+def answer_loss(model: LlavaForConditionalGeneration, packed: Packed, visual: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(loss to train on, cross-entropy of the answer word, cross-entropy of the focus).
+
+    The focus term asks two layers to look from the answering token at the objects that the question names. Without it
+    the language model stayed for hundreds of steps at what needs no place.
+    """
+    states, attention = answer_states(model, packed, visual)
+    logits = model.lm_head(states)
+    row, at = packed.answers.T
+    answer = F.cross_entropy(logits[:, 0], packed.ids[row, at + 1])
+    end = F.cross_entropy(logits[:, 1], packed.ids[row, at + 2])
+    named = packed.focus.any(1)
+    masked = [a[named].masked_fill(~packed.focus[named][:, None], -torch.inf) for a in attention]
+    focus = -torch.stack([m.logsumexp(-1).mean() for m in masked]).mean()
+    return answer + 0.1 * end + FOCUS_WEIGHT * focus, answer, focus
 
 
 @torch.no_grad()
@@ -136,7 +171,7 @@ def predict(
     out: list[list[str]] = []
     for states, qas, kept in zip(features, questions, keep, strict=True):
         packed = pack([qas], kept[None], compact=False)
-        logits = model.lm_head(answer_states(model, packed, states[kept].float()[None])[:, 0])
+        logits = model.lm_head(answer_states(model, packed, states[kept].float()[None])[0][:, 0])
         out.append(TOKENIZER.convert_ids_to_tokens(logits.argmax(-1).tolist()))
     return out
 
@@ -185,7 +220,8 @@ def train_language(
         weights, done = state["weights"], state["step"]
     questions = exam(test[0], 60, seed)
     threads, total = Threads(), sum(steps for steps, _, _ in PHASES)
-    losses: list[float] = []
+    losses: list[tuple[float, float]] = []
+    model.train()
     for step in range(done, total):
         threads.tick()
         # A generator per step: a resumed run sees the data that an unbroken one sees.
@@ -195,16 +231,17 @@ def train_language(
         keep = choose_patches(train.object_mask(index), kept, generator)
         asked = [make_questions(rng, train.collages[i], QUESTIONS, weights) for i in index.tolist()]
         packed = pack(asked, keep, compact=kept < PATCHES and step % 2 == 1)
-        loss = answer_loss(model, packed, kept_features(model, train.pixels(index), keep))
+        loss, answer, focus = answer_loss(model, packed, kept_features(model, train.pixels(index), keep))
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(parameters, 1.0)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, total, PEAK, 100)
         optimizer.step()
-        losses.append(loss.item())
-        if step % 20 == 19:
-            log.row("language", step + 1, "loss", float(np.mean(losses[-20:])))
+        losses.append((answer.item(), focus.item()))
+        if step % 25 == 24:
+            for name, value in zip(("loss", "focus loss"), np.mean(losses[-25:], 0), strict=True):
+                log.row("language", step + 1, name, float(value))
         if step % EVERY == EVERY - 1 or step == total - 1:
             scores = evaluate_quickly(model, test, questions)
             for measure, value in scores.items():
@@ -228,10 +265,12 @@ def evaluate_quickly(
     model: LlavaForConditionalGeneration, test: tuple[Pool, Tensor], questions: list[list[QA]]
 ) -> dict[str, float]:
     """Held-out accuracy per kind with all visual tokens, and overall with the objects' patches only."""
+    model.eval()
     pool, features = test
     states = list(features[: len(questions)])
     everything = [torch.arange(PATCHES)] * len(questions)
     objects = [torch.tensor(sorted(c.object_patches)) for c in pool.collages[: len(questions)]]
     full = accuracy(questions, predict(model, states, questions, everything))
     oracle = accuracy(questions, predict(model, states, questions, objects))
+    model.train()
     return {**{f"full {kind}": value for kind, value in full.items()}, "oracle all": oracle["all"]}

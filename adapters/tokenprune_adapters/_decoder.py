@@ -86,14 +86,16 @@ class DecoderAdapter(Adapter):
         for candidate in candidates:
             layers = getattr(candidate, "layers", None)
             if isinstance(layers, nn.ModuleList) and len(layers) == depth and hasattr(candidate, "config"):
-                return candidate
+                found: nn.Module = candidate
+                return found
         raise UnsupportedModelError(
             f"no decoder with {depth} layers was found in {type(model).__name__}; write an adapter (docs/adapters.md)"
         )
 
     def layers(self, model: nn.Module) -> Sequence[nn.Module]:
         """Return the decoder layers in order."""
-        layers: nn.ModuleList = self.decoder(model).layers
+        layers = self.decoder(model).layers
+        assert isinstance(layers, nn.ModuleList)
         return list(layers)
 
     def attention(self, layer: nn.Module) -> nn.Module:

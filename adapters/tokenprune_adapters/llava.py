@@ -21,7 +21,8 @@ class LlavaAdapter(DecoderAdapter):
         if getattr(vision, "model_type", "") not in ("clip_vision_model", "siglip_vision_model"):
             return None
         cls = getattr(config, "vision_feature_select_strategy", "default") == "full" and "clip" in vision.model_type
-        return (vision.image_size // vision.patch_size) ** 2 + int(cls)
+        side: int = vision.image_size // vision.patch_size
+        return side**2 + int(cls)
 
 
 @hookimpl

@@ -64,7 +64,7 @@ def _cosine(now: Tensor, before: Tensor, chunk: int) -> Tensor:
 
 
 def _columns(now: Tensor, before: Tensor, chunk: int) -> list[tuple[Tensor, Tensor]]:
-    return list(zip(now.split(chunk, dim=-1), before.split(chunk, dim=-1), strict=True))
+    return list(zip(torch.split(now, chunk, dim=-1), torch.split(before, chunk, dim=-1), strict=True))
 
 
 _METRICS: dict[Metric, Callable[[Tensor, Tensor, int], Tensor]] = {"l2": _l2, "l1": _l1, "cosine": _cosine}
