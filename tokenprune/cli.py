@@ -220,6 +220,8 @@ def run(
         raise typer.BadParameter("--image needs a question: give --prompt too")
     loaded_policy = Policy.load(policy)
     out = out or Path(f"{loaded_policy.name.replace('/', '-')}.heatmap.png")
+    if out.is_dir():
+        raise typer.BadParameter(f"--out: {str(out)!r} is a directory; name a file")
     if not out.parent.is_dir():
         raise typer.BadParameter(f"--out: there is no directory {str(out.parent)!r}")
     with _quiet(), _spinner() as progress:
@@ -249,8 +251,8 @@ def run(
                 answers=(result.unpruned.answer, result.pruned.answer),
                 layers_ms=(result.unpruned.layers, result.pruned.layers),
             )
-    data = {"model": loaded.name, "image": str(packaged.image if packaged else image), "prompt": question}
-    data |= {**_run_data(result), "heatmap": None if heatmap is None else str(heatmap)}
+    data: dict[str, Any] = {"model": loaded.name, "image": str(packaged.image if packaged else image), "prompt": question}
+    data |= _run_data(result) | {"heatmap": None if heatmap is None else str(heatmap)}
     if as_json:
         return _json(data)
     _print_run(result, question, heatmap)
@@ -502,8 +504,10 @@ def _print_plan(data: dict[str, Any], assumed: bool) -> None:
     )
     columns = ("stage", "at", "layer", "scorer", "selector", "merger", "budget", "tokens in", "tokens out")
     rows = [
-        [str(s["number"]), s["site"], str(s["layer"]), _written(s["scorer"], "-"), _written(s["selector"], "topk")]
-        + [_written(s["merger"], "drop"), _written(s["budget"], "solved"), str(s["tokens_in"]), str(s["tokens_out"])]
+        [
+            *(str(s["number"]), s["site"], str(s["layer"]), _written(s["scorer"], "-"), _written(s["selector"], "topk")),
+            *(_written(s["merger"], "drop"), _written(s["budget"], "solved"), str(s["tokens_in"]), str(s["tokens_out"])),
+        ]
         for s in data["stages"]
     ]
     console.print(_table(columns, rows, right=("stage", "layer", "tokens in", "tokens out")))

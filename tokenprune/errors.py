@@ -10,6 +10,7 @@
     ├── UnsupportedCacheError    this kind of KV cache cannot hold a compact sequence yet
     ├── InputError               the tensors given to the model do not fit together (pixels without placeholders ...)
     ├── LoadError                a model, processor or image cannot be read from where the user said it is
+    ├── WriteError               a result cannot be written where the user wants it
     └── SessionError             `compress` is used in a way that cannot take effect (nested, compiled model ...)
 """
 
@@ -30,6 +31,7 @@ __all__ = [
     "TokenpruneError",
     "UnsupportedCacheError",
     "UnsupportedModelError",
+    "WriteError",
     "did_you_mean",
 ]
 
@@ -82,6 +84,10 @@ class InputError(TokenpruneError, ValueError):
 
 class LoadError(TokenpruneError):
     """A model, processor or image cannot be read from where the user said it is."""
+
+
+class WriteError(TokenpruneError):
+    """A result cannot be written where the user wants it."""
 
 
 class SessionError(TokenpruneError, RuntimeError):

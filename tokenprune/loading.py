@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
-from tokenprune.errors import InputError, LoadError, did_you_mean
+from tokenprune.errors import InputError, LoadError
 
 __all__ = ["Loaded", "LoadedConfig", "Sample", "load", "load_config", "open_image", "prepare", "sample", "seen_image"]
 
@@ -68,7 +68,11 @@ def load(source: str | Path | None = None, *, dtype: str | torch.dtype = "auto",
         return AutoModelForImageTextToText.from_pretrained(place, dtype=dtype)
 
     model = _read("weights", where, weights).eval()
-    return Loaded(model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")), processor, name)
+    target = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return Loaded(model.to(target), processor, name)
+    except (RuntimeError, AssertionError, ValueError) as error:  # torch without CUDA asserts
+        raise LoadError(f"the model cannot be put on device {target!r}: {_line(error)}") from error
 
 
 def load_config(source: str | Path | None = None) -> LoadedConfig:
@@ -170,10 +174,11 @@ def _place(source: str | Path | None) -> tuple[str, str]:
     if path.is_file():
         raise LoadError(f"{str(source)!r} is a file; name the folder that holds config.json and the weights")
     text = str(source)
+    if text in CONFIG_MAPPING:
+        raise LoadError(f"{text!r} is a model type and has no weights; name a model folder or a Hub id")
     looks_local = isinstance(source, Path) or text.startswith((".", "/", "~")) or text.count("/") != 1 or "\\" in text
     if looks_local:
-        near = did_you_mean(text, CONFIG_MAPPING) if "/" not in text else ""
-        raise LoadError(f"there is no model folder {text!r}.{near}" if near else f"there is no model folder {text!r}")
+        raise LoadError(f"there is no model folder {text!r}")
     return text, text
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
+from tokenprune.errors import WriteError
 from tokenprune.report import Report, StageRecord
 from tokenprune.tokens import TokenSpan
 
@@ -53,7 +54,7 @@ def draw(
     aspect = backdrop.shape[0] / backdrop.shape[1]
     width = max(3.1 * columns, 9.0)
     tall = lines * (width / columns * min(aspect, 1.6) + 0.75)
-    figure = Figure(figsize=(width, tall + 3.9), layout="constrained", facecolor="white")
+    figure: Any = Figure(figsize=(width, tall + 3.9), layout="constrained", facecolor="white")
     figure.get_layout_engine().set(w_pad=0.08, h_pad=0.08)
     words, top, bottom = figure.subfigures(3, 1, height_ratios=[1.0, tall, 2.9])
     _caption(words, report, row, question, answers, width)
@@ -66,7 +67,10 @@ def draw(
     for axis in axes[panels:]:
         axis.set_axis_off()
     _bars(bottom, report, row, layers_ms)
-    figure.savefig(path, dpi=110)
+    try:
+        figure.savefig(path, dpi=110, format="png")
+    except OSError as error:
+        raise WriteError(f"the picture cannot be written to {str(path)!r}: {error.strerror or error}") from error
     return Path(path)
 
 
@@ -192,9 +196,9 @@ def _bars(
     """Draw tokens per layer and, if it was measured, milliseconds per layer, unpruned beside pruned."""
     pruned = report.entering[row]
     axes = figure.subplots(1, 2 if layers_ms is not None else 1, squeeze=False)[0]
-    _pair(axes[0], [report.visual_tokens[row]] * len(pruned), pruned, "visual tokens entering each decoder layer")
+    _pair(axes[0], [report.visual_tokens[row]] * len(pruned), pruned, "visual tokens entering a layer")
     if layers_ms is not None:
-        _pair(axes[1], *layers_ms, "milliseconds in each decoder layer")
+        _pair(axes[1], *layers_ms, "milliseconds in a layer")
     axes[0].legend(frameon=False, fontsize=9, ncols=2, loc="lower right", bbox_to_anchor=(1.0, 0.99), borderaxespad=0)
 
 

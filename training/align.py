@@ -19,7 +19,7 @@ from transformers import LlavaForConditionalGeneration
 # (steps, images per step, patches per image, peak learning rate): first the object patches and a few others, a tenth
 # of the cost, then the whole grid, as the tower will see it.
 PHASES = ((1600, 24, 64, 1.5e-3), (150, 8, GRID * GRID, 4e-4))
-SETTLE = ((600, 24, 56, 1e-3), (60, 8, GRID * GRID, 2e-4))
+SETTLE = (600, 24, 56, 1e-3)
 SCALE = 8.0
 
 
@@ -147,29 +147,29 @@ def settle(
     ids = torch.tensor([vocabulary().index(w) for w in WORDS])
     embedding = model.get_input_embeddings().weight[ids].detach()
     threads = Threads()
-    for phase, (steps, batch, patches, peak) in enumerate(SETTLE):
-        optimizer = torch.optim.AdamW(parameters, weight_decay=0.02, betas=(0.9, 0.98))
-        for step in range(steps):
-            threads.tick()
-            index = torch.randint(len(train), (batch,), generator=generator)
-            keep = choose_patches(train.object_mask(index), patches, generator)
-            words = train.words[index].gather(1, keep[:, :, None].expand(-1, -1, len(WORDS)))
-            objects = train.object_mask(index).gather(1, keep)
-            states = tower_states(model, train.pixels(index), keep)
-            features = states[-2][:, 1:]
-            each = (projector(features) - words.float() @ embedding).square().sum(-1)
-            loss = 2 * each[objects].mean() + each[~objects].mean()
-            value = loss.item()
-            loss = loss + 0.5 * dense_loss(word_scores(model, features), words, objects)
-            loss = loss + presence_loss(heads, model, states, train.words[index])
-            optimizer.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(parameters, 1.0)
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(step, steps, peak)
-            optimizer.step()
-            if step % 50 == 0 or step == steps - 1:
-                log.row(f"settle{phase}", step, "loss", value)
-        for name, share in measure(model, test, 128).items():
-            log.row(f"settle{phase}", steps, f"test {name}", share)
-        torch.save(model.state_dict(), checkpoint)
+    steps, batch, patches, peak = SETTLE
+    optimizer = torch.optim.AdamW(parameters, weight_decay=0.02, betas=(0.9, 0.98))
+    for step in range(steps):
+        threads.tick()
+        index = torch.randint(len(train), (batch,), generator=generator)
+        keep = choose_patches(train.object_mask(index), patches, generator)
+        words = train.words[index].gather(1, keep[:, :, None].expand(-1, -1, len(WORDS)))
+        objects = train.object_mask(index).gather(1, keep)
+        states = tower_states(model, train.pixels(index), keep)
+        features = states[-2][:, 1:]
+        each = (projector(features) - words.float() @ embedding).square().sum(-1)
+        loss = 2 * each[objects].mean() + each[~objects].mean()
+        value = loss.item()
+        loss = loss + 0.5 * dense_loss(word_scores(model, features), words, objects)
+        loss = loss + presence_loss(heads, model, states, train.words[index])
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, steps, peak)
+        optimizer.step()
+        if step % 50 == 0 or step == steps - 1:
+            log.row("settle", step, "loss", value)
+    for name, share in measure(model, test, 128).items():
+        log.row("settle", steps, f"test {name}", share)
+    torch.save(model.state_dict(), checkpoint)

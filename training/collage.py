@@ -185,6 +185,18 @@ def make_collage(rng: np.random.Generator, split: Split) -> Collage:
     return Collage(np.clip(image, 0, 255).astype(np.uint8), items)
 
 
+def make_layout(rng: np.random.Generator) -> Collage:
+    """A collage without its image: labels, colours and places only."""
+    items = []
+    for place in rng.permutation(9)[: rng.integers(4, 8)]:
+        labels, colors = (SHAPES, tuple(COLORS)) if rng.random() < 0.6 else (DIGITS, DIGIT_COLORS)
+        row = place // 3 * REGION + rng.integers(REGION - OBJECT + 1)
+        col = place % 3 * REGION + rng.integers(REGION - OBJECT + 1)
+        label, color = labels[rng.integers(len(labels))], colors[rng.integers(len(colors))]
+        items.append(Item(label, color, PLACES[place], int(row), int(col)))
+    return Collage(np.zeros((0, 0, 3), np.uint8), items)
+
+
 def _background(rng: np.random.Generator) -> np.ndarray:
     """A light colour with a linear gradient, float ``[144, 144, 3]``."""
     y, x = np.mgrid[-1 : 1 : SIDE * 1j, -1 : 1 : SIDE * 1j]

@@ -24,9 +24,9 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 PATCHES = GRID * GRID
 # (steps, images per step, visual tokens per image): all object patches and random others first, which costs little,
 # then more, and at last the whole grid, as the shipped model reads it.
-PHASES = ((1200, 6, 40), (500, 12, 48), (250, 8, 160), (300, 4, PATCHES))
+PHASES = ((1600, 4, 36), (400, 8, 48), (200, 6, 160), (250, 4, PATCHES))
 QUESTIONS = 12
-PEAK = 1.2e-3
+PEAK = 1e-3
 EVERY = 200  # steps between evaluations
 FOCUS_LAYERS = (3, 4)
 FOCUS_WEIGHT = 0.5
@@ -236,7 +236,7 @@ def train_language(
         loss.backward()
         nn.utils.clip_grad_norm_(parameters, 1.0)
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, total, PEAK, 100)
+            group["lr"] = rate(step, total)
         optimizer.step()
         losses.append((answer.item(), focus.item()))
         if step % 25 == 24:
@@ -250,6 +250,12 @@ def train_language(
             weights = share / share.sum()
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
             torch.save({**state, "weights": weights, "step": step + 1}, checkpoint)
+
+
+def rate(step: int, total: int) -> float:
+    """Warm-up, constant over the first phase, then a cosine over the others."""
+    flat = PHASES[0][0]
+    return PEAK * min(1, (step + 1) / 50) if step < flat else learning_rate(step - flat, total - flat, PEAK, warmup=0)
 
 
 def phase_of(step: int) -> tuple[int, int]:

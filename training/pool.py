@@ -122,5 +122,5 @@ def learning_rate(step: int, steps: int, peak: float, warmup: int = 50) -> float
     """Linear warm-up, then a cosine to a fiftieth of the peak."""
     if step < warmup:
         return peak * (step + 1) / warmup
-    share = (step - warmup) / max(1, steps - warmup)
+    share = max(0, step - warmup) / max(1, steps - warmup)
     return peak * (0.02 + 0.98 * 0.5 * (1 + np.cos(np.pi * share)))

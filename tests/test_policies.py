@@ -1,0 +1,82 @@
+"""Every policy file says what it is, reads back, plans, and keeps the counts the paper prints."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+import zoo
+from tokenprune.plan import plan
+from tokenprune.policy import Policy, PolicyInfo, list_policies
+from tokenprune.session import compress
+
+INFOS = list_policies()
+IDS = [info.name for info in INFOS]
+
+
+@pytest.mark.parametrize("info", INFOS, ids=IDS)
+def test_file_is_complete_and_reads_back(info: PolicyInfo) -> None:
+    assert not info.error
+    assert info.summary
+    assert info.paper or "no paper" in info.summary
+    head = info.path.read_text().split("name:")[0]
+    assert head.startswith("# ") and len(head) > 60
+    policy = Policy.load(info.name)
+    assert policy.name == info.name
+    assert Policy.load(policy.to_dict()) == policy
+    assert Policy.load(info.path) == policy
+
+
+@pytest.mark.parametrize("info", INFOS, ids=IDS)
+def test_runs_on_a_tiny_model_of_the_depth_it_is_written_for(info: PolicyInfo) -> None:
+    depth = 28 if "qwen2-vl" in info.name else 32
+    torch.manual_seed(0)
+    config = transformers.LlavaConfig(
+        vision_config=zoo.clip(), text_config=zoo.text("llama", num_hidden_layers=depth), image_token_index=zoo.IMAGE
+    )
+    model = transformers.LlavaForConditionalGeneration(config).eval()
+    with torch.no_grad(), compress(model, info.name) as session:
+        model(**zoo.ZOO["llava"].inputs(1))
+    out = [stage.tokens_out[0] for stage in session.report.stages]
+    assert tuple(out) == session.plan.counts(16)
+    assert out[-1] < 16
+
+
+PUBLISHED = {
+    "v2drop-llava-1.5-7b-192": ((288, 86, 0), 193.4),
+    "v2drop-llava-1.5-7b-128": ((161, 40, 0), 130.7),
+    "v2drop-llava-1.5-7b-64": ((28, 1, 0), 66.4),
+    "v2drop-llava-1.5-7b-code": ((288, 144, 1), 202.8),
+    "fastv": ((288,), 306.0),
+    "v2drop-press-image": ((403, 201, 60), 245.5),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_counts_and_averages(name: str) -> None:
+    counts, average = PUBLISHED[name]
+    planned = plan(name, transformers.LlavaConfig())
+    assert planned.counts(576) == counts
+    assert round(planned.cost(576).average_entering, 1) == average
+
+
+def test_qwen_settings_average_what_their_headers_say() -> None:
+    config = transformers.Qwen2VLConfig(text_config={"num_hidden_layers": 28})
+    assert plan("v2drop-qwen2-vl-7b-77.8", config).counts(1024) == (256, 12, 0)
+    shares = {name: plan(name, config).cost(10_000).average_entering / 10_000 for name in IDS if "qwen2-vl" in name}
+    assert round(shares["v2drop-qwen2-vl-7b-77.8"], 3) == 0.226
+    assert round(shares["v2drop-qwen2-vl-7b-66.7"], 3) == 0.333
+
+
+@pytest.mark.parametrize("share", ["66.7", "77.8", "88.9"])
+def test_generic_policies_give_the_published_layers_at_32(share: str) -> None:
+    stages = plan(f"v2drop-generic-{share}", transformers.LlavaConfig()).stages
+    assert [stage.layer for stage in stages] == [3, 17, 22]
+
+
+@pytest.mark.parametrize("info", [info for info in INFOS if info.name.startswith(("random-", "uniform-"))], ids=lambda i: i.name)
+def test_baselines_cost_what_the_method_costs(info: PolicyInfo) -> None:
+    kind, _, rest = info.name.partition("-")
+    method, baseline = Policy.load(f"v2drop-{rest}"), Policy.load(info.name)
+    assert [(s.at, s.budget) for s in baseline.stages] == [(s.at, s.budget) for s in method.stages]
+    assert {s.scorer.name for s in baseline.stages if s.scorer} == {kind}
