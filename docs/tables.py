@@ -21,14 +21,19 @@ def _cell(text: str) -> str:
 
 
 def _paper(info: PolicyInfo) -> str:
-    return f"[{info.paper.removeprefix('https://').removeprefix('arxiv.org/abs/')}]({info.paper})" if info.paper else "-"
+    return (
+        f"[{info.paper.removeprefix('https://').removeprefix('arxiv.org/abs/')}]({info.paper})" if info.paper else "-"
+    )
 
 
 def parts() -> str:
     """Return one row per scorer, selector, merger and adapter."""
     rows = ["| kind | name | |", "|---|---|---|"]
     for kind in ("scorer", "selector", "merger", "adapter"):
-        rows += [f"| {kind} | `{name}` | {_cell(entry.cls.summary())} |" for name, entry in sorted(registry().of(kind).items())]
+        rows += [
+            f"| {kind} | `{name}` | {_cell(entry.cls.summary())} |"
+            for name, entry in sorted(registry().of(kind).items())
+        ]
     return "\n".join(rows)
 
 

@@ -11,7 +11,9 @@ import tokenprune
 
 def test_all_is_what_is_public() -> None:
     public = {
-        name for name, value in vars(tokenprune).items() if not name.startswith("_") and not isinstance(value, ModuleType)
+        name
+        for name, value in vars(tokenprune).items()
+        if not name.startswith("_") and not isinstance(value, ModuleType)
     } - {"plan"}
     assert public | {"plan"} == set(tokenprune.__all__)
     assert tokenprune.__all__ == sorted(tokenprune.__all__)
@@ -23,7 +25,9 @@ def test_importing_loads_no_plugin_and_no_picture_library() -> None:
         "import sys, tokenprune; "
         "print([m for m in ('tokenprune_scorers', 'tokenprune_adapters', 'matplotlib', 'typer') if m in sys.modules])"
     )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    )
 
 
 def test_every_export_is_documented() -> None:

@@ -233,9 +233,7 @@ def test_check_on_a_model(mine: Path) -> None:
     mine.write_text(GOOD.replace("layers.2", "layers.40"))
     assert call("check", mine).exit_code == 0
     result = call("check", mine, "--model", "llava", code=1)
-    assert result.stderr == (
-        f"{mine}:3:10: stages[0].at: the model has 32 decoder layers (0 to 31), no layer 40\n"
-    )
+    assert result.stderr == (f"{mine}:3:10: stages[0].at: the model has 32 decoder layers (0 to 31), no layer 40\n")
 
 
 def test_check_of_an_empty_directory(tmp_path: Path) -> None:
@@ -268,9 +266,7 @@ def test_run_answers_measures_and_draws(model: Path, image: Path, tmp_path: Path
     assert out.read_bytes() != other.read_bytes()
 
 
-def test_run_without_an_image_runs_unpruned(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_without_an_image_runs_unpruned(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     options = ("run", "fastv", "--model", model, "--image", "none", "--prompt", "what ?", "--max-new-tokens", 2)
     result = call(*options)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
+
 from tokenprune import compress, plugins, policy
 from tokenprune.cli import main
 from tokenprune.testing import check_policy
@@ -61,7 +62,10 @@ def test_the_python_of_the_readme_runs() -> None:
     assert scope["out"].shape[0] == 2
 
 
-@pytest.mark.parametrize(("page", "index"), [(str(p.relative_to(ROOT)), i) for p in PAGES for i in range(len(re.findall("```yaml", p.read_text())))])  # fmt: skip
+YAML = [(page, i) for page in map(str, PAGES) for i in range(len(blocks(page, "yaml")))]
+
+
+@pytest.mark.parametrize(("page", "index"), YAML, ids=str)
 def test_every_yaml_block_is_a_policy(page: str, index: int, tmp_path: Path) -> None:
     file = tmp_path / "doc.yaml"
     file.write_text(blocks(page, "yaml")[index])

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import transformers
+
 from tokenprune.errors import PolicyError, UnsupportedModelError
 from tokenprune.flops import LayerShape, kv_bytes, layer_flops, paper_macs
 from tokenprune.plan import adapter_for, plan
@@ -38,9 +39,11 @@ def test_sites(text: str, depth: int, layer: int) -> None:
     assert Site(text).layer(depth) == layer
 
 
-@pytest.mark.parametrize("text", ["llm", "llm.layers", "llm.layers.1.5", "llm.layers.100%", "llm.layers.-5%", "vision.output", ""])
+@pytest.mark.parametrize(
+    "text", ["llm", "llm.layers", "llm.layers.1.5", "llm.layers.100%", "llm.layers.-5%", "vision.output", ""]
+)
 def test_what_is_not_a_site(text: str) -> None:
-    with pytest.raises(ValueError, match="site|share of the depth"):
+    with pytest.raises(ValueError, match=r"site|share of the depth"):
         Site(text)
 
 
@@ -56,10 +59,15 @@ def test_budget_counts() -> None:
     assert Budget(keep_ratio=0.0, min_tokens=1).count(86, 576) == 1
     assert Budget(keep_ratio=0.0, min_tokens=1).count(0, 576) == 0
     assert Budget(keep_tokens=64).count(40, 576) == 40
-    for wrong in ({}, {"keep_ratio": 2.0}, {"keep_tokens": -1}, {"keep_ratio": 0.5, "keep_tokens": 3},
-                  {"keep_tokens": 3, "of": "original"}, {"keep_ratio": 0.5, "min_tokens": -1}, {"keep_ratio": float("nan")}):  # fmt: skip
-        with pytest.raises(ValueError, match="keep|min_tokens"):
-            Budget(**wrong)
+
+
+@pytest.mark.parametrize("wrong", [
+    {}, {"keep_ratio": 2.0}, {"keep_tokens": -1}, {"keep_ratio": 0.5, "keep_tokens": 3}, {"keep_tokens": 3, "of": "original"},
+    {"keep_ratio": 0.5, "min_tokens": -1}, {"keep_ratio": float("nan")},
+])  # fmt: skip
+def test_budgets_that_are_none(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"keep|min_tokens"):
+        Budget(**wrong)
 
 
 @pytest.mark.parametrize("target", [192, 128, 64, 100.5])
@@ -120,10 +128,13 @@ def test_shape_reads_grouped_heads_and_active_experts() -> None:
     assert LayerShape.of(config) == LayerShape(64, 8, 2, 16, 64)
 
 
+HYBRID = {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2}
+
+
 @pytest.mark.parametrize(("config", "sentence"), [
-    (transformers.Qwen3VLConfig(), "qwen3_vl adds visual features again in early layers (deepstack_visual_indexes), which cannot be "
-     "pruned exactly yet"),
-    (transformers.Lfm2VlConfig(text_config={"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2}), "lfm2_vl has conv layers, which cannot be pruned exactly yet"),
+    (transformers.Qwen3VLConfig(), "qwen3_vl adds visual features again in early layers (deepstack_visual_indexes), which "
+     "cannot be pruned exactly yet"),
+    (transformers.Lfm2VlConfig(text_config=HYBRID), "lfm2_vl has conv layers, which cannot be pruned exactly yet"),
     (transformers.LlamaConfig(), "llama: its configuration names no placeholder token (image_token_id, image_token_index, "
      "video_token_id, video_token_index, image_patch_id); is it a vision-language model?"),
     (transformers.T5Config(), "t5 is an encoder-decoder model; tokenprune serves decoder-only LVLMs"),

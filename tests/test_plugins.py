@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
 from tokenprune import hookspecs
 from tokenprune.errors import PluginError
 from tokenprune.plugins import Registry, load_registry, registry
@@ -68,7 +69,11 @@ def test_builtins_come_in_by_the_entry_points() -> None:
 def test_a_module_is_a_plugin(install: Install) -> None:
     install("stranger", "stranger_mod", {"stranger_mod": SCORER.format(cls="Mine", name="mine")})
     entry = load_registry().get("scorer", "mine")
-    assert (entry.module, entry.distribution, entry.cls.summary()) == ("stranger_mod", "stranger", "A stranger's scorer.")
+    assert (entry.module, entry.distribution, entry.cls.summary()) == (
+        "stranger_mod",
+        "stranger",
+        "A stranger's scorer.",
+    )
 
 
 def test_public_submodules_of_a_package_are_plugins_and_private_ones_are_not(install: Install) -> None:
@@ -120,7 +125,9 @@ def test_two_plugins_with_one_name_are_an_error_naming_both(install: Install) ->
     )
 
 
-@pytest.mark.parametrize(("switch", "expected"), [("", set()), ("alpha", {"alpha"}), ("alpha, beta", {"alpha", "beta"})])
+@pytest.mark.parametrize(
+    ("switch", "expected"), [("", set()), ("alpha", {"alpha"}), ("alpha, beta", {"alpha", "beta"})]
+)
 def test_the_switch(install: Install, monkeypatch: pytest.MonkeyPatch, switch: str, expected: set[str]) -> None:
     install("alpha", "alpha_mod", {"alpha_mod": SCORER.format(cls="Alpha", name="alpha")})
     install("beta", "beta_mod", {"beta_mod": SCORER.format(cls="Beta", name="beta")})

@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 import zoo
+
 from tokenprune.plan import plan
 from tokenprune.policy import Policy, PolicyInfo, list_policies
 from tokenprune.session import compress
@@ -74,7 +75,9 @@ def test_generic_policies_give_the_published_layers_at_32(share: str) -> None:
     assert [stage.layer for stage in stages] == [3, 17, 22]
 
 
-@pytest.mark.parametrize("info", [info for info in INFOS if info.name.startswith(("random-", "uniform-"))], ids=lambda i: i.name)
+@pytest.mark.parametrize(
+    "info", [info for info in INFOS if info.name.startswith(("random-", "uniform-"))], ids=lambda i: i.name
+)
 def test_baselines_cost_what_the_method_costs(info: PolicyInfo) -> None:
     kind, _, rest = info.name.partition("-")
     method, baseline = Policy.load(f"v2drop-{rest}"), Policy.load(info.name)

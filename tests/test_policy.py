@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from tokenprune.errors import PolicyError
 from tokenprune.plugins import registry
 from tokenprune.policy import Policy, json_schema, list_policies

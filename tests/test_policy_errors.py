@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from tokenprune.errors import PolicyError
 from tokenprune.plan import plan
 from tokenprune.policy import Policy

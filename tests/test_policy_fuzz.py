@@ -11,6 +11,7 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+
 from tokenprune.errors import PolicyError
 from tokenprune.policy import Policy, list_policies
 
@@ -105,7 +106,18 @@ def test_an_unknown_key_never_passes(text: str, key: str, value: Any, data: st.D
     inner = changed
     for step in data.draw(st.sampled_from(_mappings(document))):
         inner = inner[step]
-    if key in inner or key in {"summary", "seed", "of", "selector", "merger", "budget", "query", "heads", "layer", "metric"}:
+    if key in inner or key in {
+        "summary",
+        "seed",
+        "of",
+        "selector",
+        "merger",
+        "budget",
+        "query",
+        "heads",
+        "layer",
+        "metric",
+    }:
         return  # a real key, not an unknown one
     inner[key] = value
     with pytest.raises(PolicyError):

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
 from tokenprune.errors import PluginContractError
 from tokenprune.interfaces import AttentionRows, PruneContext, Scorer
 from tokenprune.plugins import registry
 from tokenprune.testing import make_context
-from torch import Tensor
 
 SCORERS = sorted(registry().scorers)
 COUNTS = (24, 9, 0)
@@ -44,11 +45,18 @@ def one_row(ctx: PruneContext, row: int, tokens: int) -> PruneContext:
             return value[row : row + 1, :tokens]
         at = slice(row, row + 1)
         return AttentionRows(
-            value.queries[at], value.keys[at], value.bias, value.columns[at, :tokens], value.rows_valid[at], value.scaling
+            value.queries[at],
+            value.keys[at],
+            value.bias,
+            value.columns[at, :tokens],
+            value.rows_valid[at],
+            value.scaling,
         )
 
     signals = {name: cut(value) for name, value in ctx.signals.items()}
-    return PruneContext(ctx.valid[row : row + 1, :tokens], ctx.ordinal[row : row + 1, :tokens], ctx.seed, ctx.salt, signals)
+    return PruneContext(
+        ctx.valid[row : row + 1, :tokens], ctx.ordinal[row : row + 1, :tokens], ctx.seed, ctx.salt, signals
+    )
 
 
 @pytest.mark.parametrize("name", SCORERS)

@@ -108,7 +108,8 @@ Json = Annotated[
     bool, typer.Option("--json", help="Print one JSON document on stdout.", callback=_remember_json, is_eager=True)
 ]
 Model = Annotated[
-    str | None, typer.Option("--model", envvar="TOKENPRUNE_MODEL", help="Model folder, Hub id or (not for run) model type.")
+    str | None,
+    typer.Option("--model", envvar="TOKENPRUNE_MODEL", help="Model folder, Hub id or (not for run) model type."),
 ]
 PolicyName = Annotated[str, typer.Argument(metavar="POLICY", help="Name or YAML file, `?key=value` overrides parts.")]
 
@@ -251,7 +252,11 @@ def run(
                 answers=(result.unpruned.answer, result.pruned.answer),
                 layers_ms=(result.unpruned.layers, result.pruned.layers),
             )
-    data: dict[str, Any] = {"model": loaded.name, "image": str(packaged.image if packaged else image), "prompt": question}
+    data: dict[str, Any] = {
+        "model": loaded.name,
+        "image": str(packaged.image if packaged else image),
+        "prompt": question,
+    }
     data |= _run_data(result) | {"heatmap": None if heatmap is None else str(heatmap)}
     if as_json:
         return _json(data)
@@ -393,7 +398,13 @@ def _plan_data(made: Plan, visual: int, text: int, batch: int) -> dict[str, Any]
     arriving = (visual, *left)
     written = made.policy.to_dict()["stages"]
     stages = [
-        {"number": s.number, "site": s.site, "layer": s.layer, "tokens_in": arriving[s.number], "tokens_out": left[s.number]}
+        {
+            "number": s.number,
+            "site": s.site,
+            "layer": s.layer,
+            "tokens_in": arriving[s.number],
+            "tokens_out": left[s.number],
+        }
         | {key: written[s.number].get(key) for key in ("scorer", "selector", "budget", "merger")}
         for s in made.stages
     ]
@@ -505,8 +516,19 @@ def _print_plan(data: dict[str, Any], assumed: bool) -> None:
     columns = ("stage", "at", "layer", "scorer", "selector", "merger", "budget", "tokens in", "tokens out")
     rows = [
         [
-            *(str(s["number"]), s["site"], str(s["layer"]), _written(s["scorer"], "-"), _written(s["selector"], "topk")),
-            *(_written(s["merger"], "drop"), _written(s["budget"], "solved"), str(s["tokens_in"]), str(s["tokens_out"])),
+            *(
+                str(s["number"]),
+                s["site"],
+                str(s["layer"]),
+                _written(s["scorer"], "-"),
+                _written(s["selector"], "topk"),
+            ),
+            *(
+                _written(s["merger"], "drop"),
+                _written(s["budget"], "solved"),
+                str(s["tokens_in"]),
+                str(s["tokens_out"]),
+            ),
         ]
         for s in data["stages"]
     ]

@@ -47,7 +47,9 @@ def _versions() -> Iterator[Check]:
     try:
         ours = distribution(DISTRIBUTION)
     except PackageNotFoundError:
-        yield Check("versions", DISTRIBUTION, "fail", "not installed, so no plugin is found; pip install -e . in the checkout")
+        yield Check(
+            "versions", DISTRIBUTION, "fail", "not installed, so no plugin is found; pip install -e . in the checkout"
+        )
         return
     yield Check("versions", DISTRIBUTION, "ok", f"{ours.version} in {Path(__file__).parent}")
     yield _in_range("python", platform.python_version(), SpecifierSet(ours.metadata["Requires-Python"] or ""))
@@ -122,7 +124,9 @@ def _namesake() -> Iterator[Check]:
         detail = f"{other.version} wrote into {folder} too; pip uninstall {NAMESAKE} and reinstall {DISTRIBUTION}"
         yield Check("names", f"PyPI {NAMESAKE!r}", "fail", detail)
     else:
-        detail = f"{other.version}, an unrelated project with the same import name, is installed in {folder}; uninstall it"
+        detail = (
+            f"{other.version}, an unrelated project with the same import name, is installed in {folder}; uninstall it"
+        )
         yield Check("names", f"PyPI {NAMESAKE!r}", "warn", detail)
 
 

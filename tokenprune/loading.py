@@ -59,10 +59,14 @@ def load(source: str | Path | None = None, *, dtype: str | torch.dtype = "auto",
     where, name = _place(source)
     config = _config(where)
     if config.model_type not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
-        raise LoadError(f"{name} is a {config.model_type!r} model, which is not a vision-language model of transformers")
+        raise LoadError(
+            f"{name} is a {config.model_type!r} model, which is not a vision-language model of transformers"
+        )
     processor = _read("processor", where, AutoProcessor.from_pretrained)
     if not hasattr(processor, "tokenizer") or not hasattr(processor, "image_processor"):
-        raise LoadError(f"{name} holds no image processor (preprocessor_config.json); save the processor beside the model")
+        raise LoadError(
+            f"{name} holds no image processor (preprocessor_config.json); save the processor beside the model"
+        )
 
     def weights(place: str) -> Any:
         return AutoModelForImageTextToText.from_pretrained(place, dtype=dtype)

@@ -63,7 +63,9 @@ def draw(
     for stage, axis in zip(stages, axes[1:], strict=False):
         title = f"layer {stage.layer}: {stage.tokens_in[row]} to {stage.tokens_out[row]}"
         _show(axis, shaded(backdrop, kept_cells(span, stage, row), cells.shape), title)
-    _show_leaving(top, axes[len(stages) + 1], leaving_layers(span, report, row), len(report.entering[row]), backdrop.shape)
+    _show_leaving(
+        top, axes[len(stages) + 1], leaving_layers(span, report, row), len(report.entering[row]), backdrop.shape
+    )
     for axis in axes[panels:]:
         axis.set_axis_off()
     _bars(bottom, report, row, layers_ms)
@@ -177,9 +179,7 @@ def _frame(axis: Any, title: str) -> None:
         spine.set_visible(False)
 
 
-def _show_leaving(
-    figure: Any, axis: Any, left: npt.NDArray[np.int64], depth: int, shape: tuple[int, ...]
-) -> None:
+def _show_leaving(figure: Any, axis: Any, left: npt.NDArray[np.int64], depth: int, shape: tuple[int, ...]) -> None:
     extent = (0, shape[1], shape[0], 0)
     shown = axis.imshow(left, cmap="viridis", vmin=0, vmax=depth, extent=extent, interpolation="nearest")
     _frame(axis, "layer at which each patch left")
@@ -190,9 +190,7 @@ def _show_leaving(
     bar.outline.set_visible(False)
 
 
-def _bars(
-    figure: Any, report: Report, row: int, layers_ms: tuple[Sequence[float], Sequence[float]] | None
-) -> None:
+def _bars(figure: Any, report: Report, row: int, layers_ms: tuple[Sequence[float], Sequence[float]] | None) -> None:
     """Draw tokens per layer and, if it was measured, milliseconds per layer, unpruned beside pruned."""
     pruned = report.entering[row]
     axes = figure.subplots(1, 2 if layers_ms is not None else 1, squeeze=False)[0]

@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import torch
 from align import choose_patches, tower_states
-from collage import GRID, KINDS, QA, Collage, make_question, make_questions
-from model import build_tokenizer
-from pool import Log, Pool, Threads, learning_rate
+from collage import GRID, KINDS, QA, Collage, make_layout, make_question, make_questions
+from model import NOTHING, WORDS, build_tokenizer, vocabulary
+from pool import Log, Pool, Threads, learning_rate, patch_words
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlavaForConditionalGeneration
@@ -24,9 +24,11 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 PATCHES = GRID * GRID
 # (steps, images per step, visual tokens per image): all object patches and random others first, which costs little,
 # then more, and at last the whole grid, as the shipped model reads it.
-PHASES = ((1600, 4, 36), (400, 8, 48), (200, 6, 160), (250, 4, PATCHES))
+PHASES = ((1200, 4, 36), (300, 6, 64), (120, 5, 160), (160, 4, PATCHES))
 QUESTIONS = 12
 PEAK = 1e-3
+# (steps, layouts per step, visual tokens per layout, learning rate) of the rehearsal without images.
+REHEARSAL = (1500, 4, 34, 1e-3)
 EVERY = 200  # steps between evaluations
 FOCUS_LAYERS = (3, 4)
 FOCUS_WEIGHT = 0.5
@@ -104,16 +106,19 @@ def pack(questions: list[list[QA]], keep: Tensor, compact: bool) -> Packed:
     )
 
 
-def answer_states(model: LlavaForConditionalGeneration, packed: Packed, visual: Tensor) -> tuple[Tensor, list[Tensor]]:
+def answer_states(
+    model: LlavaForConditionalGeneration, packed: Packed, visual: Tensor, ideal: bool = False
+) -> tuple[Tensor, list[Tensor]]:
     """Final states at the tokens that predict answer and ``</s>``, ``[number, 2, width]``.
 
-    ``visual [batch, kept, width]`` are tower features; the projector runs here. Also returns, for each of FOCUS_LAYERS,
-    the log of the attention ``[number, heads, kept]`` that the answering token pays to the visual tokens among them.
+    ``visual [batch, kept, width]`` are tower features for the projector, or ``ideal`` visual tokens. Also returns,
+    for each of FOCUS_LAYERS, the log of the attention ``[number, heads, kept]`` that the answering token pays to the
+    visual tokens among them.
     """
     language = model.model.language_model
     hidden = language.embed_tokens(packed.ids)
     if visual.shape[1]:
-        tokens = model.model.multi_modal_projector(visual)
+        tokens = visual if ideal else model.model.multi_modal_projector(visual)
         start, end = len(HEAD), len(HEAD) + visual.shape[1]
         hidden = torch.cat([hidden[:, :start], tokens, hidden[:, end:]], 1)
     rotation = language.rotary_emb(hidden, position_ids=packed.positions)
@@ -142,13 +147,15 @@ def visual_attention(
     return (torch.einsum("nhd,nkhd->nhk", query, key) * module.scaling).log_softmax(-1)
 
 
-def answer_loss(model: LlavaForConditionalGeneration, packed: Packed, visual: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def answer_loss(
+    model: LlavaForConditionalGeneration, packed: Packed, visual: Tensor, ideal: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     """(loss to train on, cross-entropy of the answer word, cross-entropy of the focus).
 
     The focus term asks two layers to look from the answering token at the objects that the question names. Without it
     the language model stayed for hundreds of steps at what needs no place.
     """
-    states, attention = answer_states(model, packed, visual)
+    states, attention = answer_states(model, packed, visual, ideal)
     logits = model.lm_head(states)
     row, at = packed.answers.T
     answer = F.cross_entropy(logits[:, 0], packed.ids[row, at + 1])
@@ -196,6 +203,41 @@ def accuracy(questions: list[list[QA]], answers: list[list[str]]) -> dict[str, f
             hits[qa.kind].append(qa.answer == answer)
             hits["all"].append(qa.answer == answer)
     return {kind: float(np.mean(values)) for kind, values in hits.items() if values}
+
+
+def rehearse(model: LlavaForConditionalGeneration, log: Log, checkpoint: Path, seed: int) -> None:
+    """Teach the language model on ideal visual tokens: the exact sum of their words' embeddings and a little noise.
+
+    There is no image and no tower in it, so it is cheap; the embeddings stay as the projector has learnt them.
+    """
+    steps, batch, kept, peak = REHEARSAL
+    rng, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
+    embedding = model.get_input_embeddings().weight
+    words_embedding = embedding.detach()[torch.tensor([vocabulary().index(w) for w in WORDS])]
+    parameters = [p for p in model.model.language_model.parameters() if p is not embedding]
+    optimizer = torch.optim.AdamW(parameters, weight_decay=0.02, betas=(0.9, 0.98))
+    threads, weights, losses = Threads(), np.ones(len(KINDS)) / len(KINDS), []
+    model.train()
+    for step in range(steps):
+        threads.tick()
+        layouts = [make_layout(rng) for _ in range(batch)]
+        words = patch_words(layouts)
+        keep = choose_patches(~words[:, :, WORDS.index(NOTHING)], kept, generator)
+        packed = pack([make_questions(rng, x, QUESTIONS, weights) for x in layouts], keep, compact=step % 2 == 1)
+        visual = words.gather(1, keep[:, :, None].expand(-1, -1, len(WORDS))).float() @ words_embedding
+        visual = visual + 0.03 * torch.randn(visual.shape, generator=generator)
+        loss, answer, focus = answer_loss(model, packed, visual, ideal=True)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = peak * min(1, (step + 1) / 50)
+        optimizer.step()
+        losses.append((answer.item(), focus.item()))
+        if step % 25 == 24:
+            for name, value in zip(("loss", "focus loss"), np.mean(losses[-25:], 0), strict=True):
+                log.row("rehearse", step + 1, name, float(value))
+    torch.save(model.state_dict(), checkpoint)
 
 
 def train_language(

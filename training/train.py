@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from align import settle, train_alignment
 from export import write_model, write_samples
-from language import tower_features, train_language
+from language import rehearse, tower_features, train_language
 from model import build_model
 from pool import Log, load_pool
 
@@ -37,6 +37,11 @@ def main() -> None:
         model.load_state_dict(torch.load(settled))
     else:
         settle(model, train, test, log, settled, SEED)
+    rehearsed = args.work / "rehearsed.pt"
+    if rehearsed.exists():
+        model.load_state_dict(torch.load(rehearsed))
+    else:
+        rehearse(model, log, rehearsed, SEED)
     test_features = tower_features(model, test, 100)
     train_language(model, train, (test, test_features), log, args.work / "language.pt", SEED)
     write_model(model, args.out)
