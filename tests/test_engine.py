@@ -402,10 +402,33 @@ def test_a_block_in_which_nothing_ran_says_so(llava: Any) -> None:
         pass
 
 
-def test_ids_hidden_from_the_model_are_an_error(llava: Any) -> None:
-    embeds = torch.randn(1, 8, 64)
-    with compress(llava, THREE), pytest.raises(InputError, match="call the model with input_ids"):
-        llava(inputs_embeds=embeds)
+@pytest.mark.parametrize("family", ["llava", "gemma3", "qwen2_5_vl"])
+def test_embeddings_of_placeholders_are_as_good_as_ids(family: str) -> None:
+    tiny = zoo.ZOO[family]
+    model, inputs = tiny.model(), tiny.inputs(2)
+    with torch.no_grad():
+        embeds = model.get_input_embeddings()(inputs["input_ids"])
+    others = {name: value for name, value in inputs.items() if name != "input_ids"}
+    if family == "qwen2_5_vl":  # its rotary positions are made from ids
+        others = {name: value for name, value in others.items() if name != "mm_token_type_ids"}
+        others["position_ids"] = torch.arange(embeds.shape[1]).expand(3, 2, -1)
+        inputs["position_ids"] = others["position_ids"]
+    with torch.no_grad(), compress(model, THREE) as session:
+        by_ids, kept = model(**inputs).logits, session.report.stages[-1].kept
+        by_embeds = model(**others, inputs_embeds=embeds).logits
+        again = session.report.stages[-1].kept
+    assert torch.equal(by_ids, by_embeds)
+    assert all(torch.equal(a, b) for a, b in zip(kept, again, strict=True))
+
+
+def test_a_failed_pass_leaves_nothing_for_the_next(llava: Any, inputs: dict[str, Any]) -> None:
+    ids = torch.randint(3, 90, (1, 12), generator=torch.Generator().manual_seed(0))
+    broken = {**inputs, "pixel_values": inputs["pixel_values"][:1]}
+    expected = logits(llava, {"input_ids": ids})
+    with compress(llava, THREE), pytest.warns(NoVisualTokensWarning):
+        with pytest.raises(ValueError, match="Image features and image tokens"):
+            logits(llava, broken)
+        assert torch.equal(logits(llava, {"input_ids": ids}), expected)
 
 
 def test_a_non_finite_score_names_the_scorer(llava: Any, inputs: dict[str, Any]) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
+from torch import Tensor
 
-from tokenprune.errors import PolicyError
-from tokenprune.plugins import registry
-from tokenprune.policy import Policy, json_schema, list_policies
+from tokenprune.errors import PluginError, PolicyError
+from tokenprune.interfaces import PruneContext, Scorer
+from tokenprune.plugins import Entry, Registry, registry
+from tokenprune.policy import Policy, _listed, json_schema, list_policies
 from tokenprune.tokens import Budget, Site
 
 TEXT = """\
@@ -145,3 +147,60 @@ def test_listing_shows_every_file_once() -> None:
     infos = list_policies()
     assert len(infos) == len({info.name for info in infos}) >= 25
     assert not [info.error for info in infos if info.error]
+
+
+@dataclasses.dataclass(frozen=True)
+class Loose(Scorer):
+    """A stranger's scorer that does not say strict."""
+
+    name: ClassVar[str] = "loose"
+    count: int = 3
+    share: float = 1.0
+    sizes: tuple[int, ...] = ()
+
+    def score(self, ctx: PruneContext) -> Tensor:
+        return ctx.noise()
+
+
+def loose(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setitem(registry().scorers, "loose", Entry("loose", "scorer", Loose, "here", "stranger"))
+    scorer = {"name": "loose", **options}
+    policy = Policy.load({"stages": [{"at": "llm.input", "scorer": scorer, "budget": {"keep_tokens": 1}}]})
+    assert Policy.load(policy.to_dict()) == policy
+    return policy.stages[0].scorer
+
+
+@pytest.mark.parametrize(
+    "options", [{"count": "64"}, {"count": True}, {"count": 64.0}, {"share": "1"}, {"share": True}]
+)
+def test_options_of_a_plugin_that_forgot_to_be_strict_are_not_coerced(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(PolicyError, match=r"input should be a valid (integer|number)"):
+        loose(options, monkeypatch)
+
+
+def test_options_arrive_as_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    for share in (0.1, 1 / 3, 5e-324, 1.7976931348623157e308, 3):
+        assert loose({"share": share, "sizes": [1, 2]}, monkeypatch) == Loose(share=share, sizes=(1, 2))
+
+
+def listing(folder: Path, **files: str) -> list[tuple[str, bool]]:
+    for name, text in files.items():
+        file = folder / f"{name.replace('__', '/')}.yaml"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text)
+    return [(info.name, bool(info.error)) for info in _listed(Registry(policy_dirs=[(folder, "stranger")]))]
+
+
+def test_broken_files_are_listed_and_claim_no_name(tmp_path: Path) -> None:
+    found = listing(tmp_path, a__same="[", b__same="[", fastv="[", good="name: fastv\nsummary: null\npaper: 3\n")
+    assert sorted(found) == [("fastv", False), ("fastv", True), ("same", True), ("same", True)]
+
+
+def test_two_readable_files_of_one_name_are_an_error(tmp_path: Path) -> None:
+    with pytest.raises(PluginError) as error:
+        listing(tmp_path, one="name: x\n", two="name: x\n")
+    assert str(error.value).replace(str(tmp_path), "") == (
+        "two files define policy 'x': /one.yaml of stranger and /two.yaml of stranger"
+    )

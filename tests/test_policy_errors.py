@@ -46,6 +46,18 @@ CASES = {
     HEAD + "  - at: llm.layers.2\n    scorer: variation\n    budget: {keep_ratio: 0.5, keep_tokens: 3}\n": (
         "mine.yaml:5:13: stages[0].budget: a budget states exactly one of keep_ratio and keep_tokens"
     ),
+    HEAD + "  - at: llm.layers.2\n    scorer: on\n    budget: {keep_ratio: 0.5}\n": (
+        "mine.yaml:4:13: stages[0].scorer: a scorer is a word or {name: word, option: value}, not True (a bare on, off, yes or "
+        "no is read as true or false: quote it); there are attention, random, uniform, variation"
+    ),
+    HEAD + "  - at: yes\n    scorer: variation\n    budget: {keep_ratio: 0.5}\n": (
+        "mine.yaml:3:9: stages[0].at: input should be a valid string, not True (a bare on, off, yes or no is read as true or "
+        "false: quote it)"
+    ),
+    HEAD + "  - at: llm.layers.2\n    scorer: {name: variation, metric: 2020-01-01}\n    budget: {keep_ratio: 0.5}\n": (
+        "mine.yaml:4:13: stages[0].scorer: options are words, numbers, lists and mappings, not {'metric': datetime.date(2020, "
+        "1, 1)}"
+    ),
     HEAD + "  - at: llm.layers.2\n    scorer: variation\n": (
         "mine.yaml:3:5: stages[0]: a stage needs a budget: {keep_ratio: 0.5}, {keep_tokens: 64}, or average_tokens on the "
         "policy"
@@ -125,6 +137,7 @@ def test_all_errors_of_a_file_at_once_in_order(tmp_path: Path) -> None:
         ("fastv?scorer.query=all", "?scorer.query=all: stages[0].scorer.query: input should be 'last', 'text' or "
          "'after_image', not 'all'"),
         (3, "no policy named '3'; `tokenprune list` shows them."),
+        ("z" * 300, f"no policy named '{'z' * 300}'; `tokenprune list` shows them."),  # longer than a file name can be
     ],
 )  # fmt: skip
 def test_wrong_sources(source: object, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,6 +51,9 @@ def read(content: bytes) -> Policy | PolicyError:
 @example(b"2001-01-01: 3\nx: 2001-99-99\n")
 @example(b"x: !!int ''\n")
 @example(b"x: !!binary '*'\n")
+@example(b"x: !!bool maybe\n")
+@example(b"x: !!timestamp x\n")
+@example(b"seed: 0x" + b"f" * 5000 + b"\n")  # more digits than Python prints
 @example(b"<<: 3\n")
 @example(b"\x00")
 def test_any_bytes(content: bytes) -> None:
@@ -127,6 +130,11 @@ def test_an_unknown_key_never_passes(text: str, key: str, value: Any, data: st.D
 
 @FUZZ
 @given(st.text(max_size=20), st.text(max_size=20))
+@example("stages.\u00b2.at", "llm.input")  # a digit that is no number
+@example("stages." + "9" * 5000 + ".at", "llm.input")
+@example("seed", "!!int ''")
+@example("seed", "!!bool maybe")
+@example("seed", "!!timestamp x")
 def test_any_override(key: str, value: str) -> None:
     try:
         Policy.load(f"fastv?{key}={value}")

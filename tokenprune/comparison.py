@@ -121,7 +121,7 @@ def _time(loaded: Loaded, plan: Plan, inputs: Mapping[str, Any], timed: Timed, *
     """Run one prefill and its first token, and note the times."""
     model = loaded.model
     with (
-        time_layers(model, plan.adapter.layers(model)) as times,
+        time_layers(plan.adapter.layers(model)) as times,
         _session(loaded, plan) if policy else nullcontext(),
         torch.no_grad(),
     ):

@@ -59,7 +59,7 @@ class Failure:
         return f"{self.plugin} ({self.distribution}): {self.error}"
 
 
-@dataclass
+@dataclass(eq=False)  # hashable by identity: what is derived from a registry can be cached on it
 class Registry:
     """All that plugins offer, by kind and name."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -29,6 +30,9 @@ Location = tuple[str | int, ...]
 _DEFAULTS = {"selector": "topk", "merger": "drop"}
 _COMPONENTS = ("scorer", "selector", "merger")
 _PER_STAGE = (*_COMPONENTS, "budget")
+_HEAD = ("name", "summary", "paper")
+# What PyYAML lets through from scalars that are not what their tag says: `!!int ''`, `!!bool maybe`, `!!timestamp x`.
+_YAML_ERRORS = (yaml.YAMLError, ValueError, OverflowError, LookupError, AttributeError, RecursionError)
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,7 @@ class Policy:
     @property
     def digest(self) -> str:
         """12 hex digits of the SHA-256 of everything that has an effect: stages, seed, average_tokens."""
-        effect = {key: value for key, value in self.to_dict().items() if key not in ("name", "summary", "paper")}
+        effect = {key: value for key, value in self.to_dict().items() if key not in _HEAD}
         return hashlib.sha256(json.dumps(effect, sort_keys=True).encode()).hexdigest()[:12]
 
 
@@ -147,11 +151,18 @@ def _is_path(text: str) -> bool:
 
 def _find(name: str) -> Path:
     """Return the file of a registered policy."""
-    infos = {info.name: info for info in list_policies()}
+    infos = {info.name: info for info in sorted(list_policies(), key=lambda info: not info.error)}  # readable files win
     if name in infos:
         return infos[name].path
-    here = f" There is a file {name!r} here; write ./{name} for it." if name and Path(name).is_file() else ""
+    here = f" There is a file {name!r} here; write ./{name} for it." if _is_file(name) else ""
     raise PolicyError(f"no policy named {name!r}; `tokenprune list` shows them.{did_you_mean(name, infos)}{here}")
+
+
+def _is_file(name: str) -> bool:
+    try:
+        return Path(name).is_file()
+    except (OSError, ValueError):  # longer than a file name can be, or with a null byte
+        return False
 
 
 def list_policies() -> list[PolicyInfo]:
@@ -160,27 +171,21 @@ def list_policies() -> list[PolicyInfo]:
 
 
 @cache
-def _registries() -> dict[int, tuple[PolicyInfo, ...]]:
-    return {}
-
-
 def _listed(plugins: Registry) -> tuple[PolicyInfo, ...]:
-    known = _registries()
-    if id(plugins) not in known:
-        infos = [
-            _info(path, distribution)
-            for directory, distribution in plugins.policy_dirs
-            for path in sorted(directory.rglob("*.yaml"))
-        ]
-        infos.sort(key=lambda info: info.name)
-        for info, other in pairwise(infos):
-            if info.name == other.name:
-                raise PluginError(
-                    f"two files define policy {info.name!r}: {info.path} of {info.distribution} and {other.path} of "
-                    f"{other.distribution}"
-                )
-        known[id(plugins)] = tuple(infos)
-    return known[id(plugins)]
+    infos = [
+        _info(path, distribution)
+        for directory, distribution in plugins.policy_dirs
+        for path in sorted(directory.rglob("*.yaml"))
+    ]
+    infos.sort(key=lambda info: info.name)
+    # A file that cannot be read goes by its stem, which is a guess and claims no name.
+    for info, other in pairwise(info for info in infos if not info.error):
+        if info.name == other.name:
+            raise PluginError(
+                f"two files define policy {info.name!r}: {info.path} of {info.distribution} and {other.path} of "
+                f"{other.distribution}"
+            )
+    return tuple(infos)
 
 
 def _info(path: Path, distribution: str) -> PolicyInfo:
@@ -188,14 +193,8 @@ def _info(path: Path, distribution: str) -> PolicyInfo:
         data, _ = _Reader(str(path)).read(path)
     except PolicyError as error:
         return PolicyInfo(path.stem, "", None, path, distribution, str(error))
-    name = data.get("name")
-    return PolicyInfo(
-        name if isinstance(name, str) else path.stem,
-        str(data.get("summary", "")),
-        data.get("paper"),
-        path,
-        distribution,
-    )
+    name, summary, paper = (value if isinstance(value, str) else None for value in map(data.get, _HEAD))
+    return PolicyInfo(name or path.stem, summary or "", paper, path, distribution)
 
 
 # ---- YAML in ---------------------------------------------------------------------------------------------------------
@@ -231,6 +230,7 @@ class _BudgetKeys(_Strict):
 
 _WHAT = {"_PolicyKeys": "a policy", "_StageKeys": "a stage", "_BudgetKeys": "a budget"}
 _MAX_NODES, _MAX_DEPTH = 20_000, 40
+_INDEX = re.compile(r"[0-9]{1,9}")
 
 
 class _Reader:
@@ -313,7 +313,7 @@ class _Reader:
     def _scalar(self, loader: Any, node: Any, place: Problem) -> Any:
         try:
             return loader.construct_object(node)
-        except (yaml.YAMLError, ValueError, OverflowError, IndexError) as error:  # PyYAML trips over `!!int ''` itself
+        except _YAML_ERRORS as error:
             what = getattr(error, "problem", None) or f"{node.value!r} is not what its tag or form says it is"
             self._wrong(place, f"not valid YAML: {what}")
             return None
@@ -334,12 +334,12 @@ class _Reader:
             place = Problem("", f"?{part}")
             try:
                 value = yaml.safe_load(text)
-            except (yaml.YAMLError, ValueError, RecursionError):
+            except _YAML_ERRORS:
                 equals, value = "", None
             if not key or not equals:
                 self._wrong(place, "an override is written key=value, for example seed=3 or scorer=random")
                 continue
-            path: Location = tuple(int(word) if word.isdigit() else word for word in key.split("."))
+            path: Location = tuple(int(word) if _INDEX.fullmatch(word) else word for word in key.split("."))
             stages = data.get("stages")
             if path[0] in _PER_STAGE and isinstance(stages, list):
                 for number in range(len(stages)):
@@ -458,7 +458,8 @@ class _Reader:
         options: dict[str, Any] = {"name": data} if isinstance(data, str) else data
         if not isinstance(options, dict) or not isinstance(options.get("name"), str):
             there = ", ".join(sorted(registry().of(kind)))
-            self._at(at, f"a {kind} is a word or {{name: word, option: value}}, not {_shown(data)}; there are {there}")
+            given = _shown(data) + _bare_word(data)
+            self._at(at, f"a {kind} is a word or {{name: word, option: value}}, not {given}; there are {there}")
             return None
         options = dict(options)
         try:
@@ -467,7 +468,14 @@ class _Reader:
             self._at((*at, "name") if isinstance(data, dict) else at, str(error))
             return None
         try:
-            return TypeAdapter(entry.cls).validate_python(options)
+            written = json.dumps(options)
+        except (TypeError, ValueError, RecursionError):  # dates, bytes, a list in itself, an endless number
+            self._at(at, f"options are words, numbers, lists and mappings, not {_shown(options)}")
+            return None
+        try:
+            # By way of JSON, because pydantic's strict mode takes a dataclass from plain data there only; without it an
+            # option of a plugin that forgot to say strict turns '64' into 64 and true into 1.
+            return TypeAdapter(entry.cls).validate_json(written, strict=True)
         except ValidationError as error:
             takes = [item.name for item in dataclasses.fields(entry.cls)]
             self._errors(error, at, takes, f"{entry.name!r} has no option")
@@ -498,7 +506,8 @@ class _Reader:
                 self._at(place, str(item["ctx"]["error"]))
             else:
                 text = item["msg"]
-                self._at(place, f"{text[0].lower()}{text[1:]}, not {_shown(item['input'])}")
+                hint = _bare_word(item["input"]) if item["type"] in ("string_type", "literal_error") else ""
+                self._at(place, f"{text[0].lower()}{text[1:]}, not {_shown(item['input'])}{hint}")
 
     def _at(self, at: Location, message: str, *, key: bool = False) -> None:
         place = (*at, "<key>") if key and (*at, "<key>") in self.marks else at
@@ -523,8 +532,16 @@ def _dotted(location: Location) -> str:
     return text.removeprefix(".")
 
 
+def _bare_word(value: Any) -> str:
+    """Return a hint for YAML 1.1's bare words that are no words."""
+    return " (a bare on, off, yes or no is read as true or false: quote it)" if isinstance(value, bool) else ""
+
+
 def _shown(value: Any) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # Python refuses to print integers of more than 4300 digits
+        return "a value too long to show"
     return text if len(text) <= 60 else text[:57] + "..."
 
 

@@ -85,6 +85,7 @@ class QA:
     answer: str
     key_patches: tuple[int, ...]
     focus: tuple[int, ...]  # patches of the objects that match the question's words; none where no object does
+    about: tuple[str, str, str] | None = None  # colour, label and place of the one object that is asked about
 
 
 @dataclass
@@ -243,7 +244,8 @@ def make_question(rng: np.random.Generator, collage: Collage, kind: str) -> QA |
     if not candidates:
         return None
     item, question, answer = candidates[rng.integers(len(candidates))]
-    return QA(kind, question, answer, tuple(item.patches), tuple(item.patches))
+    patches = tuple(item.patches)
+    return QA(kind, question, answer, patches, patches, (item.color, item.label, item.place))
 
 
 def _exists(rng: np.random.Generator, collage: Collage) -> QA | None:

@@ -47,7 +47,7 @@ def main() -> None:
         "pipeline": pipeline(model, args.model, test, flat[:: max(1, len(flat) // 150)]),
     }
     (args.model / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n")
-    print(table(metrics))
+    write_table(args.model / "README.md", table(metrics))
 
 
 def conditions(
@@ -140,6 +140,13 @@ def table(metrics: dict) -> str:
     for name, scores in rows.items():
         lines.append(f"| {name} | " + " | ".join(f"{100 * scores[c]:.1f}" for c in columns) + " |")
     return "\n".join(lines)
+
+
+def write_table(card: Path, text: str) -> None:
+    """Put the table between the model card's markers."""
+    before, rest = card.read_text().split("<!-- metrics -->")
+    after = rest.split("<!-- /metrics -->")[1]
+    card.write_text(f"{before}<!-- metrics -->\n\n{text}\n\n<!-- /metrics -->{after}")
 
 
 if __name__ == "__main__":

@@ -114,7 +114,12 @@ class DecoderAdapter(Adapter):
         ids = inputs.get("input_ids")
         if ids is not None:
             return torch.isin(ids, torch.tensor(wanted, device=ids.device))
-        return None
+        embeds = inputs.get("inputs_embeds")
+        if embeds is None:
+            return None
+        table: Tensor = model.get_input_embeddings()(torch.tensor(wanted, device=embeds.device))  # type: ignore[operator]
+        masks = [(embeds == row.to(embeds.dtype)).all(dim=-1) for row in table]
+        return torch.stack(masks).any(dim=0)
 
     def spans(self, config: Any, inputs: Mapping[str, Any]) -> list[tuple[TokenSpan, ...]]:
         """Return runs of placeholders, each with a square grid if it has a square number of tokens, else one row."""
