@@ -128,6 +128,16 @@ def test_shape_reads_grouped_heads_and_active_experts() -> None:
     assert LayerShape.of(config) == LayerShape(64, 8, 2, 16, 64)
 
 
+class Uneven(SimpleNamespace):
+    """A text model whose layers differ in size, as newer transformers reports it."""
+
+    @property
+    def head_dim(self) -> int:
+        raise RuntimeError("'head_dim' differs. Ask each layer.")
+
+
+UNEVEN_TEXT = Uneven(num_hidden_layers=12, num_attention_heads=2, hidden_size=8)
+UNEVEN = SimpleNamespace(model_type="uneven", image_token_id=5, get_text_config=lambda decoder: UNEVEN_TEXT)
 HYBRID = {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2}
 
 
@@ -137,11 +147,12 @@ HYBRID = {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2}
     (transformers.Lfm2VlConfig(text_config=HYBRID), "lfm2_vl has conv layers, which cannot be pruned exactly yet"),
     (transformers.LlamaConfig(), "llama: its configuration names no placeholder token (image_token_id, image_token_index, "
      "video_token_id, video_token_index, image_patch_id); is it a vision-language model?"),
+    (UNEVEN, "uneven: the size of its decoder layers cannot be read: 'head_dim' differs"),
     (transformers.T5Config(), "t5 is an encoder-decoder model; tokenprune serves decoder-only LVLMs"),
 ])  # fmt: skip
 def test_models_that_are_refused_in_one_sentence(config: Any, sentence: str) -> None:
     with pytest.raises(UnsupportedModelError) as error:
-        adapter_for(config)
+        plan("v2drop-generic-66.7", config)
     assert str(error.value) == sentence
 
 

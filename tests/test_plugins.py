@@ -126,7 +126,7 @@ def test_two_plugins_with_one_name_are_an_error_naming_both(install: Install) ->
 
 
 @pytest.mark.parametrize(
-    ("switch", "expected"), [("", set()), ("alpha", {"alpha"}), ("alpha, beta", {"alpha", "beta"})]
+    ("switch", "expected"), [("", set()), ("alpha", {"alpha"}), ("Alpha, beta", {"alpha", "beta"})]
 )
 def test_the_switch(install: Install, monkeypatch: pytest.MonkeyPatch, switch: str, expected: set[str]) -> None:
     install("alpha", "alpha_mod", {"alpha_mod": SCORER.format(cls="Alpha", name="alpha")})

@@ -142,7 +142,7 @@ def plan(policy: str | Path | Mapping[str, Any] | Policy, model_or_config: Any, 
     if adapter is None:
         adapter = adapter_for(config)
     text = adapter.text_config(config)
-    depth = text.num_hidden_layers
+    depth, shape = text.num_hidden_layers, _shape(config, text)
     problems: list[Problem] = []
     stages = tuple(_planned(policy, adapter, depth, problems))
     problems += _order(policy, stages)
@@ -152,7 +152,17 @@ def plan(policy: str | Path | Mapping[str, Any] | Policy, model_or_config: Any, 
     visual = adapter.visual_tokens_per_image(config)
     if visual is not None:
         counts(visual)  # an unreachable average is a user error, and must not wait for the first image
-    return Plan(policy, adapter, config, depth, LayerShape.of(text), stages, visual, counts)
+    return Plan(policy, adapter, config, depth, shape, stages, visual, counts)
+
+
+def _shape(config: Any, text: Any) -> LayerShape:
+    try:
+        return LayerShape.of(text)
+    except (AttributeError, RuntimeError) as error:  # transformers raises on sizes that differ between layers
+        reason = str(error).partition(". ")[0]
+        raise UnsupportedModelError(
+            f"{config.model_type}: the size of its decoder layers cannot be read: {reason}"
+        ) from None
 
 
 def _planned(policy: Policy, adapter: Adapter, depth: int, problems: list[Problem]) -> Iterator[PlannedStage]:

@@ -110,7 +110,7 @@ def load_registry() -> Registry:
         for name, load in _modules(entry_point):
             try:
                 module = load()
-            except Exception as error:  # whatever a stranger's import raises must not take the host down
+            except (Exception, SystemExit) as error:  # whatever a stranger's import raises must not take the host down
                 found.failures.append(Failure(name, distribution, f"{type(error).__name__}: {error}"))
                 continue
             _add(found, module, name, distribution)
@@ -127,13 +127,18 @@ def _builtin_policies() -> Path:
 def _entry_points() -> Iterator[tuple[EntryPoint, str]]:
     """Yield entry points, ours first, as far as the environment switch lets them."""
     switch = os.environ.get(SWITCH)
-    allowed = None if switch is None else {name.strip() for name in switch.split(",")} | {DISTRIBUTION}
+    allowed = None if switch is None else {_normal(name) for name in switch.split(",")} | {DISTRIBUTION}
     named = [(point, point.dist.name if point.dist else "unknown") for point in entry_points(group=GROUP)]
     seen = set()
     for point, distribution in sorted(named, key=lambda item: (item[1] != DISTRIBUTION, item[1], item[0].name)):
-        if (allowed is None or distribution in allowed) and (point.value, distribution) not in seen:
+        if (allowed is None or _normal(distribution) in allowed) and (point.value, distribution) not in seen:
             seen.add((point.value, distribution))
             yield point, distribution
+
+
+def _normal(distribution: str) -> str:
+    """Return the name of a distribution as packaging tools compare it."""
+    return re.sub(r"[-_.]+", "-", distribution.strip()).lower()
 
 
 def _modules(point: EntryPoint) -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -141,7 +146,7 @@ def _modules(point: EntryPoint) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield point.value, point.load
     try:
         paths = getattr(point.load(), "__path__", None)
-    except Exception:
+    except (Exception, SystemExit):
         return  # reported by the call above
     for info in pkgutil.iter_modules(paths) if paths else ():
         if not info.name.startswith("_"):

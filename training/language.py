@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from align import choose_patches, tower_states
-from collage import GRID, KINDS, QA, Collage, make_layout, make_question, make_questions
+from collage import GRID, KINDS, OBJECT, QA, Collage, make_layout, make_question, make_questions
 from model import GROUPS, NOTHING, WORDS, build_tokenizer, vocabulary
 from pool import Log, Pool, Threads, group_slices, learning_rate, patch_words
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 PATCHES = GRID * GRID
 # (steps, images per step, visual tokens per image): all object patches and random others first, which costs little,
 # then more, and at last the whole grid, as the shipped model reads it.
-PHASES = ((1200, 4, 36), (300, 6, 64), (120, 5, 160), (160, 4, PATCHES))
+PHASES = ((2100, 4, 36), (300, 6, 64), (120, 5, 160), (160, 4, PATCHES))
 QUESTIONS = 12
 PEAK = 1e-3
 # (steps, layouts per step, visual tokens per layout, learning rate) of the rehearsal without images.
@@ -117,7 +117,7 @@ def answer_states(
     """Final states at the tokens that predict answer and ``</s>``, ``[number, 2, width]``.
 
     ``visual [batch, kept, width]`` are tower features for the projector, or ``ideal`` visual tokens. Also returns,
-    for each of FOCUS_LAYERS, the log of the attention ``[number, heads, kept]`` that the answering token pays to the
+    for each of FOCUS_LAYERS, the attention logits ``[number, heads, 1 + kept]`` that the answering token pays to the
     visual tokens among them, and that token's state ``[number, width]`` after READ_LAYER.
     """
     language = model.model.language_model
@@ -141,37 +141,47 @@ def answer_states(
 def visual_attention(
     layer: nn.Module, hidden: Tensor, rotation: tuple[Tensor, Tensor], packed: Packed, kept: int
 ) -> Tensor:
-    """Log attention ``[number, heads, kept]`` of the answering tokens over the visual tokens alone, in one layer."""
+    """Attention logits ``[number, heads, 1 + kept]`` of the answering tokens over ``<s>`` and the visual tokens."""
     module, (cos, sin) = layer.self_attn, rotation
     row, at = packed.answers.T
-    span = slice(len(HEAD), len(HEAD) + kept)
+    span = [0, *range(len(HEAD), len(HEAD) + kept)]
     normed = layer.input_layernorm(hidden)
     query = module.q_proj(normed[row, at]).unflatten(-1, (-1, module.head_dim))
     key = module.k_proj(normed[:, span]).unflatten(-1, (-1, module.head_dim))
     query = apply_rotary_pos_emb(query, query, cos[row, at], sin[row, at], unsqueeze_dim=1)[0]
     key = apply_rotary_pos_emb(key, key, cos[:, span], sin[:, span], unsqueeze_dim=2)[0]
-    key = key.repeat_interleave(query.shape[1] // key.shape[2], 2)[row]  # [number, kept, heads, head_dim]
-    return (torch.einsum("nhd,nkhd->nhk", query, key) * module.scaling).log_softmax(-1)
+    key = key.repeat_interleave(query.shape[1] // key.shape[2], 2)[row]  # [number, 1 + kept, heads, head_dim]
+    return torch.einsum("nhd,nkhd->nhk", query, key) * module.scaling
 
 
 def answer_loss(
     model: LlavaForConditionalGeneration, packed: Packed, visual: Tensor, ideal: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss to train on, cross-entropy of the answer word, cross-entropy of the focus).
-
-    The focus term asks two layers to look from the answering token at the objects that the question names. Without it
-    the language model stayed for hundreds of steps at what needs no place.
-    """
+    """(loss to train on, cross-entropy of the answer word, that of what the question is about)."""
     states, attention, read = answer_states(model, packed, visual, ideal)
     logits = model.lm_head(states)
     row, at = packed.answers.T
     answer = F.cross_entropy(logits[:, 0], packed.ids[row, at + 1])
     end = F.cross_entropy(logits[:, 1], packed.ids[row, at + 2])
-    named = packed.focus.any(1)
-    masked = [a[named].masked_fill(~packed.focus[named][:, None], -torch.inf) for a in attention]
-    focus = -torch.stack([m.logsumexp(-1).mean() for m in masked]).mean()
     about = about_loss(model, packed, read)
-    return answer + 0.1 * end + FOCUS_WEIGHT * focus + READ_WEIGHT * about, answer, about
+    return answer + 0.1 * end + FOCUS_WEIGHT * focus_loss(packed, attention) + READ_WEIGHT * about, answer, about
+
+
+def focus_loss(packed: Packed, attention: list[Tensor]) -> Tensor:
+    """Two layers look from the answering token at the objects that the question names.
+
+    In the first, any of their patches will do. In the second, ``<s>`` and each of the n objects get an equal share, so
+    that the share of ``<s>`` says how many there are: 1, 1/2, 1/3... Without these terms the language model stayed for
+    hundreds of steps at what needs no place, and at the prior of yes and no and of counts.
+    """
+    named = packed.focus.any(1)
+    first = attention[0][named][:, :, 1:].log_softmax(-1)
+    found = -first.masked_fill(~packed.focus[named][:, None], -torch.inf).logsumexp(-1).mean()
+    share = torch.cat([torch.ones(len(packed.focus), 1), packed.focus / OBJECT**2], 1)
+    share = share / share.sum(1, keepdim=True)
+    log_share = share.clamp_min(1e-9).log()
+    counted = (share[:, None] * (log_share[:, None] - attention[1].log_softmax(-1))).sum(-1).mean()
+    return found + counted
 
 
 def about_loss(model: LlavaForConditionalGeneration, packed: Packed, read: Tensor) -> Tensor:
