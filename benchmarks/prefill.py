@@ -42,6 +42,7 @@ from transformers import CLIPVisionConfig, DynamicCache, LlamaConfig, LlavaConfi
 from transformers.masking_utils import create_causal_mask
 
 from tokenprune import session as engine
+from tokenprune.forward import Forward
 from tokenprune.plan import Plan, plan
 
 # The sites of V2Drop, with nothing to drop: what is left is the bare cost of the hooks.
@@ -173,11 +174,11 @@ PARTS: tuple[tuple[type, str, str], ...] = (
     (engine.Session, "_context", "stage: read signals"),
     (engine.Session, "_probe", "stage: read signals"),
     (engine.Session, "_select", "stage: score and select"),
-    (engine._Forward, "narrow", "stage: gather"),
+    (Forward, "narrow", "stage: gather"),
     (engine.Session, "_record", "stage: record"),
     (engine.Session, "_cut", "cut arguments"),
     (engine.Session, "_watch", "watch"),
-    (engine._Forward, "read_attention", "watch"),
+    (Forward, "read_attention", "watch"),
     (engine.Session, "_after_last_layer", "put back"),
 )
 

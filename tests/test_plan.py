@@ -10,7 +10,7 @@ import transformers
 
 from tokenprune.errors import PolicyError, UnsupportedModelError
 from tokenprune.flops import LayerShape, kv_bytes, layer_flops, paper_macs
-from tokenprune.plan import adapter_for, plan
+from tokenprune.plan import plan
 from tokenprune.tokens import Budget, Site, TokenSpan, exact_floor
 
 LLAVA = transformers.LlavaConfig()
