@@ -142,10 +142,29 @@ def qwen(model: str, config: str, vision: dict[str, Any], language: dict[str, An
     return Tiny(build, inputs, ragged=ragged)
 
 
+def clips(family: Tiny, model: str) -> Tiny:
+    """The same family reading a clip of two temporal patches and an image in every prompt."""
+
+    def inputs(rows: int) -> dict[str, Any]:
+        given = prompt(rows, 48, start=6, tail=12)
+        ids = given["input_ids"]
+        for row in ids:
+            first = int((row == IMAGE).nonzero()[0])
+            row[first - 1], row[first : first + 32], row[first + 48] = 96, VIDEO, 97
+        return {
+            **given,
+            **patches(ids, model),
+            "pixel_values_videos": noise(rows * 2 * 64, 3 * 2 * 14 * 14),
+            "video_grid_thw": torch.tensor([[2, 8, 8]] * rows),
+        }
+
+    return Tiny(family.build, inputs, tokens=48)
+
+
 def patches(ids: Tensor, model: str) -> dict[str, Any]:
     """Return pixels and grids for every image (16 tokens, 8 x 8 patches) in `ids`."""
     count = int((ids == IMAGE).sum()) // 16
-    types = {"mm_token_type_ids": (ids == IMAGE).int()}  # newer transformers wants it, older refuses it
+    types = {"mm_token_type_ids": ((ids == IMAGE) + 2 * (ids == VIDEO)).int()}  # newer transformers wants it, older refuses it
     known = inspect.signature(getattr(T, model).forward).parameters
     return {
         "pixel_values": noise(count * 64, 3 * 2 * 14 * 14),
@@ -270,6 +289,8 @@ ZOO: dict[str, Tiny] = {
         text_config=text("aria_text", moe_num_experts=4, moe_topk=2, moe_num_shared_experts=1),
         image_token_index=IMAGE, projector_patch_to_query_dict={16: 16})),
 }  # fmt: skip
+ZOO["qwen2_vl_video"] = clips(ZOO["qwen2_vl"], "Qwen2VLForConditionalGeneration")
+ZOO["qwen2_5_vl_video"] = clips(ZOO["qwen2_5_vl"], "Qwen2_5_VLForConditionalGeneration")
 
 # Families that this version of transformers does not have.
 KINDS = {"ovis2": "ovis2_vision", "got_ocr2": "got_ocr2_vision", "aria": "aria_text"}

@@ -24,7 +24,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 PATCHES = GRID * GRID
 # (steps, images per step, visual tokens per image): all object patches and random others first, which costs little,
 # then more, and at last the whole grid, as the shipped model reads it.
-PHASES = ((2100, 4, 36), (300, 6, 64), (120, 5, 160), (160, 4, PATCHES))
+PHASES = ((1600, 4, 36), (300, 6, 64), (80, 5, 160), (140, 4, PATCHES))
 QUESTIONS = 12
 PEAK = 1e-3
 # (steps, layouts per step, visual tokens per layout, learning rate) of the rehearsal without images.
