@@ -6,9 +6,10 @@ import pytest
 import torch
 import transformers
 import zoo
+from torch import nn
+
 from tokenprune.errors import UnsupportedModelError
 from tokenprune.plan import adapter_for
-from torch import nn
 
 
 @pytest.mark.parametrize("family", sorted(zoo.ZOO))

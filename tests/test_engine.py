@@ -402,6 +402,15 @@ def test_a_block_in_which_nothing_ran_says_so(llava: Any) -> None:
         pass
 
 
+def test_a_prefill_in_chunks_that_cuts_an_image_is_refused(llava: Any, inputs: dict[str, Any]) -> None:
+    name = cache_name(llava)
+    cache = DynamicCache(config=llava.config.get_text_config())
+    ids = inputs["input_ids"]
+    with torch.no_grad(), compress(llava, THREE), pytest.raises(InputError, match="cuts an image in two"):
+        for chunk in ids.split(16, dim=1):
+            llava(input_ids=chunk, attention_mask=torch.ones_like(ids), **{name: cache})
+
+
 @pytest.mark.parametrize("family", ["llava", "gemma3", "qwen2_5_vl"])
 def test_embeddings_of_placeholders_are_as_good_as_ids(family: str) -> None:
     tiny = zoo.ZOO[family]

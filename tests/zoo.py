@@ -164,7 +164,9 @@ def clips(family: Tiny, model: str) -> Tiny:
 def patches(ids: Tensor, model: str) -> dict[str, Any]:
     """Return pixels and grids for every image (16 tokens, 8 x 8 patches) in `ids`."""
     count = int((ids == IMAGE).sum()) // 16
-    types = {"mm_token_type_ids": ((ids == IMAGE) + 2 * (ids == VIDEO)).int()}  # newer transformers wants it, older refuses it
+    types = {
+        "mm_token_type_ids": ((ids == IMAGE) + 2 * (ids == VIDEO)).int()
+    }  # newer transformers wants it, older refuses it
     known = inspect.signature(getattr(T, model).forward).parameters
     return {
         "pixel_values": noise(count * 64, 3 * 2 * 14 * 14),

@@ -76,6 +76,7 @@ class Session:
         self._inputs: dict[str, Any] = {}
         self._run: Forward | None = None
         self._ran = False
+        self._ends_in_image: Tensor | None = None
         self._prefills = 0
         self._report = Report(plan.policy.name, plan.policy.digest)
         self._unchecked: list[tuple[Tensor, str]] = []
@@ -186,10 +187,22 @@ class Session:
         self._run = Forward(rows, length)
         if length > 1:  # a single token is a decoding step: whatever its id, there is nothing to drop
             self._run.find_visuals(self.plan, self.model, inputs)
+            self._refuse_split_image(self._run, _tokens_seen(inputs))
             if self._run.visuals is None and not _tokens_seen(inputs):
                 note = "the prompt holds no visual token; it ran unpruned"
                 warnings.warn(note, NoVisualTokensWarning, stacklevel=2)
                 self._report = Report(self.policy.name, self.policy.digest, notes=(note,))
+
+    def _refuse_split_image(self, run: Forward, seen: int) -> None:
+        """Refuse a prefill in chunks that cuts an image in two: each part would be ranked and budgeted by itself."""
+        before, self._ends_in_image = self._ends_in_image, None if run.is_visual is None else run.is_visual[:, -1]
+        if not seen or before is None or run.is_visual is None or len(before) != run.rows:
+            return
+        if (before & run.is_visual[:, 0]).any():
+            raise InputError(
+                "this prefill comes in chunks and one of them cuts an image in two; "
+                "leave out prefill_chunk_size, or choose one that holds the prompt up to the end of its images"
+            )
 
     def _before_layer(self, index: int) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]] | None]:
         stage = self.plan.stage_at().get(index)
@@ -365,7 +378,7 @@ class Session:
             for key, value in given.items():
                 if key not in ("hidden_states", "attention_mask"):
                     arguments[key] = run.cut(key, value)
-        keys, seen = self._keys(run, cache, index, past, states.device)
+        keys, seen = self._keys(run, cache, index, states.device)
         window = getattr(cache.layers[index], "sliding_window", None) if cache is not None else None
         form = compat.mask_form(self._decoder.config)
         if form == "flash":
@@ -376,16 +389,12 @@ class Session:
             arguments["attention_mask"] = run.mask(given["attention_mask"], form, states.dtype, keys, seen, window)
         return arguments
 
-    def _keys(
-        self, run: Forward, cache: Any, index: int, past: Slots | None, device: torch.device
-    ) -> tuple[Slots, int]:
+    def _keys(self, run: Forward, cache: Any, index: int, device: torch.device) -> tuple[Slots, int]:
         """Return the slots the kernel will see in this layer, and the logical length seen before this chunk."""
         if cache is None:
             return run.extended(run.nothing_seen(device)), 0
         layer = caches.compact(cache, index)
-        past = layer.slots
-        if past is None:
-            past = run.nothing_seen(device)
+        past = layer.slots if layer.slots is not None else run.nothing_seen(device)
         keys = run.extended(past)
         layer.arm(keys)
         return keys, past.length
