@@ -351,12 +351,14 @@ def memory(options: argparse.Namespace) -> dict[str, dict[str, float]]:
     for name in ("width", "feed_forward", "heads", "text", "threads"):
         if getattr(options, name) is not None:
             passed += ["--" + name.replace("_", "-"), str(getattr(options, name))]
+    # glibc moves this threshold as it goes, and then keeps what was freed: the peak would tell about fragmentation.
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(2**17)}
     found: dict[str, list[dict[str, int]]] = {name: [] for name in ("unpruned", *options.policies)}
     for _ in range(options.memory_repeats):
         for name, results in found.items():
             print(f"memory: {name}", file=sys.stderr)
             command = [sys.executable, __file__, *passed, "--child", name]
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
             results.append(json.loads(done.stdout.splitlines()[-1]))
     return {
         name: {
@@ -449,7 +451,7 @@ def markdown(record: Mapping[str, Any]) -> str:
 
 
 def _memory_cell(rss: Mapping[str, Mapping[str, float]] | None, name: str) -> str:
-    return f"{rss[name]['peak_mib']:.0f} (+{rss[name]['added_mib']:.0f})" if rss else ""
+    return "{peak_mib:.0f} (+{added_mib:.0f}) ± {spread_mib:.0f}".format(**rss[name]) if rss else ""
 
 
 def cpu_name() -> str:

@@ -17,9 +17,10 @@ from torch import Tensor
 from train import SEED
 from transformers import AutoProcessor, LlavaForConditionalGeneration
 
-IMAGES = 400
+IMAGES = 200
 BUDGETS = (192, 128, 64, 32)
 EXAM_SEED = 7
+PIPELINE = 60  # about how many questions go through processor and generate
 
 
 def main() -> None:
@@ -27,10 +28,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, required=True, help="the model folder")
     parser.add_argument("--work", type=Path, default=Path("training/work"), help="folder of the pools")
-    parser.add_argument("--images", type=int, default=IMAGES)
+    parser.add_argument("--images", type=int, default=IMAGES, help="collages to ask about, one question of each kind")
+    parser.add_argument("--threads", type=int, default=1, help="on a busy machine two threads wait for each other")
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
-    torch.set_num_threads(2)
+    torch.set_num_threads(args.threads)
     model = LlavaForConditionalGeneration.from_pretrained(args.model, dtype=torch.float32).eval()
     # The first hundred collages chose how often each kind was asked in training: they are left out.
     pool = load_pool(args.work, "test", 1000, SEED + 1)
@@ -46,7 +48,7 @@ def main() -> None:
         "prior_most_frequent_answer": most_frequent_answer(questions),
         "prior_question_only": question_only(args.work, questions),
         "accuracy": conditions(model, features, test, questions),
-        "pipeline": pipeline(model, args.model, test, flat[:: max(1, len(flat) // 150)]),
+        "pipeline": pipeline(model, args.model, test, flat[:: max(1, len(flat) // PIPELINE)]),
     }
     (args.model / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n")
     write_table(args.model / "README.md", table(metrics))
@@ -61,7 +63,9 @@ def conditions(
     everything, nothing = torch.arange(PATCHES), torch.arange(0)
 
     def score(keep: list[Tensor]) -> dict[str, float]:
-        return rounded(accuracy(questions, predict(model, states, questions, keep)))
+        scores = rounded(accuracy(questions, predict(model, states, questions, keep)))
+        print(scores, flush=True)
+        return scores
 
     def random(budget: int) -> Tensor:
         return torch.randperm(PATCHES, generator=generator)[:budget].sort().values
