@@ -12,7 +12,6 @@ from tokenprune import cli
 from tokenprune.loading import EMBEDDED, load, open_image, prepare, sample
 
 
-
 def test_the_embedded_model_is_a_llava_with_576_tokens() -> None:
     loaded = load(None, device="cpu")
     chosen = sample()
