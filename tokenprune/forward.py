@@ -86,7 +86,6 @@ class Forward:
         lost = [before - after for before, after in zip(self.visuals.counts, counts, strict=True)]
         self.view, order = view.narrow(keep, [n - less for n, less in zip(view.counts, lost, strict=True)])
         self.visuals = self.visuals.narrow(kept, counts, keep)
-        self.previous = self.attention = None
         self.memo.clear()
         return take(states, order, 1)
 

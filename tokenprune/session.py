@@ -255,6 +255,7 @@ class Session:
             if stage.merger.changes_states:
                 states = self._merge(stage, context, run, states, kept)
             states = run.narrow(states, kept, keep)
+        run.previous = run.attention = None  # also where nothing was dropped: states of a layer are not held for long
         assert run.visuals is not None
         self._record(run, stage, before, run.positions(run.visuals, past), scores)
         return states
