@@ -29,6 +29,7 @@ class Forward:
 
     rows: int
     length: int
+    form: str
     visuals: Visuals | None = None
     view: View | None = None
     logical: Tensor | None = None
@@ -39,11 +40,12 @@ class Forward:
     records: list[StageRecord] = field(default_factory=list)
     is_visual: Tensor | None = None
     memo: dict[tuple[Any, ...], tuple[tuple[Any, ...], Any]] = field(default_factory=dict)
+    cuts: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
     _untap: Callable[[], None] | None = None
 
-    def once(self, compute: Callable[[], Any], *objects: Any) -> Any:
-        """Return `compute()`, once per set of argument objects: layers that share a view share what is cut for it."""
-        key = tuple(item if isinstance(item, (int, str, type(None))) else id(item) for item in objects)
+    def once(self, compute: Callable[[], Any], what: Any, *objects: Any) -> Any:
+        """Return `compute()`, once per value of `what` and set of objects: layers that share a view share what is cut."""
+        key = (what, *map(id, objects))
         if key not in self.memo:
             self.memo[key] = (objects, compute())  # the objects are held, so that no id is used twice
         return self.memo[key][1]
@@ -87,9 +89,25 @@ class Forward:
         self.view, order = view.narrow(keep, [n - less for n, less in zip(view.counts, lost, strict=True)])
         self.visuals = self.visuals.narrow(kept, counts, keep)
         self.memo.clear()
+        self.cuts.clear()
         return take(states, order, 1)
 
     # -- cutting
+
+    def on_view(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Return a layer's arguments on the view; states and mask are not its business.
+
+        Most layers are given the very objects the one before was given: comparing identities once serves them all.
+        """
+        if self.view is None:
+            return given
+        rest = {name: value for name, value in given.items() if name != "hidden_states"}
+        for before, cut in self.cuts:
+            if before.keys() == rest.keys() and all(before[name] is value for name, value in rest.items()):
+                return {**given, **cut}
+        cut = {name: self.cut(name, value) for name, value in rest.items() if name != "attention_mask"}
+        self.cuts.append((rest, cut))
+        return {**given, **cut}
 
     def cut(self, name: str, value: Any) -> Any:
         """Return an argument of a decoder layer on the view: rotary embeddings, position ids, anything per token."""
@@ -99,36 +117,31 @@ class Forward:
             if isinstance(value, tuple):
                 return tuple(self.cut(name, part) for part in value)
             if isinstance(value, Tensor):
-                return self.once(lambda: take(value, view.index, value.ndim - 2, max(value.ndim - 3, 0)), value, view)
+                return self.once(
+                    lambda: take(value, view.index, value.ndim - 2, max(value.ndim - 3, 0)), "rotary", value
+                )
         elif isinstance(value, Tensor):
             if name == "position_ids":
-                return self.once(lambda: take(value, view.index, value.ndim - 1, max(value.ndim - 2, 0)), value, view)
+                return self.once(lambda: take(value, view.index, value.ndim - 1, max(value.ndim - 2, 0)), "ids", value)
             if value.ndim >= 2 and value.shape[1] == self.length and value.shape[0] in (1, self.rows):
-                return self.once(lambda: take(value, view.index, 1), value, view)
+                return self.once(lambda: take(value, view.index, 1), "tokens", value)
         return value
 
-    def nothing_seen(self, device: torch.device) -> Slots:
-        """Return the slots of an empty cache, one object for all layers."""
-        slots: Slots = self.once(lambda: Slots.full(self.rows, 0, device), "empty")
-        return slots
-
-    def extended(self, past: Slots) -> Slots:
+    def extended(self, past: Slots | None, device: torch.device) -> Slots:
         """Return `past` with the alive positions of this chunk, one object for all layers that share `past`."""
 
         def extend() -> Slots:
-            view = self.view
+            view, before = self.view, past if past is not None else Slots.full(self.rows, 0, device)
             if view is None:
-                new = torch.arange(self.length, device=past.positions.device).expand(self.rows, -1)
-                return past.extend(new + past.length, self.length)
+                new = torch.arange(self.length, device=device).expand(self.rows, -1)
+                return before.extend(new + before.length, self.length)
             dead = None if view.alive is None else ~view.alive
-            return past.extend(view.index + past.length, self.length, dead)
+            return before.extend(view.index + before.length, self.length, dead)
 
-        slots: Slots = self.once(extend, "extended", past, self.view)
+        slots: Slots = self.once(extend, "slots", past)
         return slots
 
-    def mask(
-        self, mask: Any, form: str, dtype: torch.dtype, keys: Slots, seen: int, window: int | None
-    ) -> Tensor | None:
+    def mask(self, mask: Any, dtype: torch.dtype, keys: Slots, seen: int, window: int | None) -> Tensor | None:
         """Return the layer's attention mask on its view."""
         if mask is not None and not isinstance(mask, Tensor):
             raise UnsupportedModelError(
@@ -139,7 +152,7 @@ class Forward:
             view = self.view
             return cut_mask(
                 mask,
-                form=form,
+                form=self.form,
                 dtype=dtype,
                 keys=keys,
                 offset=seen + self.length - mask.shape[-1] if mask is not None else 0,
@@ -149,7 +162,7 @@ class Forward:
                 window=window,
             )
 
-        cut: Tensor | None = self.once(build, "mask", mask, keys, self.view, window)
+        cut: Tensor | None = self.once(build, ("mask", window), mask, keys)
         return cut
 
     # -- attention

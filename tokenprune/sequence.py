@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Slots", "View", "Visuals", "cut_mask", "take"]
+__all__ = ["Slots", "View", "Visuals", "cut_mask", "per_row", "take"]
 
 
 def take(x: Tensor, index: Tensor, seq_dim: int, batch_dim: int = 0) -> Tensor:
@@ -29,6 +29,15 @@ def take(x: Tensor, index: Tensor, seq_dim: int, batch_dim: int = 0) -> Tensor:
     offset = torch.arange(rows, device=index.device).unsqueeze(1) * length
     gathered = flat.index_select(0, (index + offset).flatten())
     return gathered.view(rows, index.shape[1], *moved.shape[2:]).movedim((0, 1), (batch_dim, seq_dim))
+
+
+def per_row(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """Return host numbers as a [B] int64 tensor, without making the host wait for the device."""
+    if min(numbers) == max(numbers):
+        return torch.full((len(numbers),), numbers[0], device=device)
+    if device.type != "cuda":
+        return torch.tensor(numbers, device=device)
+    return torch.tensor(numbers, pin_memory=True).to(device, non_blocking=True)
 
 
 def _put(base: Tensor, index: Tensor, alive: Tensor | None, x: Tensor) -> Tensor:
@@ -51,7 +60,7 @@ def _right_aligned(counts: Sequence[int], device: torch.device) -> Tensor | None
     longest = max(counts)
     if min(counts) == longest:
         return None
-    dead = longest - torch.tensor(counts, device=device).unsqueeze(1)
+    dead = longest - per_row(counts, device).unsqueeze(1)
     return torch.arange(longest, device=device) >= dead
 
 
@@ -171,7 +180,7 @@ class Visuals:
 
 
 def _left_aligned(counts: Sequence[int], device: torch.device) -> Tensor:
-    return torch.arange(max(counts), device=device) < torch.tensor(counts, device=device).unsqueeze(1)
+    return torch.arange(max(counts), device=device) < per_row(counts, device).unsqueeze(1)
 
 
 def cut_mask(

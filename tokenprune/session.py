@@ -37,7 +37,7 @@ from tokenprune.interfaces import Adapter, AttentionRows, PruneContext
 from tokenprune.plan import Plan, PlannedStage, plan
 from tokenprune.policy import Policy
 from tokenprune.report import Report, StageRecord
-from tokenprune.sequence import Slots, View, Visuals, take
+from tokenprune.sequence import Slots, View, Visuals, per_row, take
 
 __all__ = ["LayerTimes", "NoVisualTokensWarning", "Session", "compress", "time_layers"]
 
@@ -184,7 +184,7 @@ class Session:
                 f"gradient checkpointing of transformers {compat.transformers_version()} runs hooks twice; "
                 "switch it off or use a newer transformers"
             )
-        self._run = Forward(rows, length)
+        self._run = Forward(rows, length, compat.mask_form(self._decoder.config))
         if length > 1:  # a single token is a decoding step: whatever its id, there is nothing to drop
             self._run.find_visuals(self.plan, self.model, inputs)
             self._refuse_split_image(self._run, _tokens_seen(inputs))
@@ -207,6 +207,7 @@ class Session:
     def _before_layer(self, index: int) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]] | None]:
         stage = self.plan.stage_at().get(index)
         follower = self.plan.stage_at().get(index + 1)
+        names = tuple(inspect.signature(self._layers[index].forward).parameters)
 
         def hook(
             layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -214,7 +215,7 @@ class Session:
             run = self._run
             if run is None:
                 return None
-            given = _named(layer, args, kwargs)
+            given = {**dict(zip(names, args, strict=False)), **kwargs}
             states = given["hidden_states"]
             if stage is not None and run.visuals is not None:
                 states = self._act(run, stage, layer, index, given)
@@ -288,7 +289,7 @@ class Session:
             finite = (scores.isfinite() | ~context.valid).all()
             self._require(finite, f"scorer {stage.scorer.name!r} returned a score that is not finite at {stage.site}")
             scores = scores.float().masked_fill(~context.valid, -torch.inf)
-        wanted = torch.tensor(keep, device=context.valid.device)
+        wanted = per_row(keep, context.valid.device)
         ranked = scores if scores is not None else context.valid.float()
         kept = stage.selector.select(ranked, wanted, context)
         if kept.shape != context.valid.shape or kept.dtype != torch.bool:
@@ -373,32 +374,25 @@ class Session:
         past = caches.slots_of(cache, index) if cache is not None else None
         if run.view is None and past is None:
             return None
-        arguments = dict(given)
-        arguments["hidden_states"] = states
-        if run.view is not None:
-            for key, value in given.items():
-                if key not in ("hidden_states", "attention_mask"):
-                    arguments[key] = run.cut(key, value)
+        arguments = {**run.on_view(given), "hidden_states": states}
         keys, seen = self._keys(run, cache, index, states.device)
         window = getattr(cache.layers[index], "sliding_window", None) if cache is not None else None
-        form = compat.mask_form(self._decoder.config)
-        if form == "flash":
+        if run.form == "flash":
             self._refuse_long_window(window, keys.length)
             # Flash kernels read gaps in position ids as several packed prompts; the rotary embedding is applied already.
             arguments["position_ids"] = None
         if "attention_mask" in given:
-            arguments["attention_mask"] = run.mask(given["attention_mask"], form, states.dtype, keys, seen, window)
+            arguments["attention_mask"] = run.mask(given["attention_mask"], states.dtype, keys, seen, window)
         return arguments
 
     def _keys(self, run: Forward, cache: Any, index: int, device: torch.device) -> tuple[Slots, int]:
         """Return the slots the kernel will see in this layer, and the logical length seen before this chunk."""
         if cache is None:
-            return run.extended(run.nothing_seen(device)), 0
+            return run.extended(None, device), 0
         layer = caches.compact(cache, index)
-        past = layer.slots if layer.slots is not None else run.nothing_seen(device)
-        keys = run.extended(past)
+        keys = run.extended(layer.slots, device)
         layer.arm(keys)
-        return keys, past.length
+        return keys, keys.length - run.length
 
     def _refuse_long_window(self, window: int | None, length: int) -> None:
         if window is not None and length > window:
@@ -436,7 +430,7 @@ class Session:
         ]
         return Report(
             policy=self.policy.name,
-            digest=self.policy.digest,
+            digest=self._report.digest,
             stages=tuple(run.records),
             visual_tokens=list(run.visuals.original),
             prompt_tokens=[v + t for v, t in zip(run.visuals.original, run.texts, strict=True)],

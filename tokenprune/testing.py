@@ -62,8 +62,8 @@ def _without(mask: Tensor | None, dropped: Sequence[set[int]], states: Tensor, s
     """Return the mask with the dropped columns hidden; a dropped row still sees itself, so that it stays finite."""
     rows, length = len(dropped), states.shape[1]
     if mask is None:
-        at = torch.arange(seen, seen + length).unsqueeze(1)
-        mask = (torch.arange(seen + length) <= at)[None, None]
+        at = torch.arange(seen, seen + length, device=states.device).unsqueeze(1)
+        mask = (torch.arange(seen + length, device=states.device) <= at)[None, None]
     mask = mask.expand(rows, *mask.shape[1:]).clone()
     offset = seen + length - mask.shape[-1]
     hidden = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
