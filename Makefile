@@ -15,7 +15,7 @@ test: $(VENV)/dev
 	$(MAKE) lint fast
 
 fast: $(VENV)/dev
-	$(VENV)/bin/python -m pytest -q
+	$(VENV)/bin/python -m pytest -q -n auto
 
 lint: $(VENV)/dev
 	$(VENV)/bin/ruff format --check .
@@ -24,7 +24,7 @@ lint: $(VENV)/dev
 	$(VENV)/bin/lint-imports
 
 old: $(OLD)/ready
-	$(OLD)/bin/python -m pytest -q tests/test_mask_oracle.py tests/test_engine.py tests/test_attention.py
+	$(OLD)/bin/python -m pytest -q -n auto tests/test_mask_oracle.py tests/test_engine.py tests/test_attention.py
 
 # The wheel, installed elsewhere, run from outside the tree.
 wheel: $(VENV)/dev

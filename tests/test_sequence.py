@@ -17,6 +17,10 @@ def random_mask(rng: random.Random, rows: int, length: int, share: float = 0.5) 
     return torch.tensor([[rng.random() < share for _ in range(length)] for _ in range(rows)])
 
 
+def found(mask: Tensor) -> Visuals:
+    return Visuals.of(mask, tuple(mask.sum(dim=1).tolist()))
+
+
 def listed(index: Tensor, alive: Tensor | None) -> list[list[int]]:
     """Alive positions per row."""
     alive = torch.ones_like(index, dtype=torch.bool) if alive is None else alive
@@ -84,7 +88,7 @@ def test_visuals_follow_the_view(seed: int) -> None:
     rng = random.Random(seed)
     rows, length = 3, 14
     mask = random_mask(rng, rows, length)
-    visuals, view = Visuals.find(mask), View.full(rows, length, torch.device("cpu"))
+    visuals, view = found(mask), View.full(rows, length, torch.device("cpu"))
     assert listed(visuals.slots, visuals.valid) == [row.nonzero().flatten().tolist() for row in mask]
     originals = [row.nonzero().flatten().tolist() for row in mask]
     for _ in range(2):

@@ -26,6 +26,7 @@ from typer.core import TyperGroup
 from tokenprune.errors import PluginError, PolicyError, Problem, TokenpruneError, did_you_mean
 from tokenprune.plan import Cost, Plan, plan
 from tokenprune.plugins import DISTRIBUTION, Failure, registry
+from tokenprune.plugins import KINDS as COMPONENT_KINDS
 from tokenprune.policy import Policy, json_schema, list_policies
 
 if TYPE_CHECKING:
@@ -33,7 +34,8 @@ if TYPE_CHECKING:
 
 __all__ = ["app", "build", "main"]
 
-KINDS = ("policies", "scorers", "selectors", "mergers", "adapters")
+PARTS = tuple(f"{kind}s" for kind in COMPONENT_KINDS)
+KINDS = ("policies", *PARTS)
 DEFAULT_VISUAL = 1024  # for models whose number of visual tokens depends on the image
 DEFAULT_TEXT = 64
 _JSON = "tokenprune.json"
@@ -229,14 +231,14 @@ def run(
         from tokenprune import loading
         from tokenprune.comparison import compare
 
-        packaged = loading.sample() if image is None or prompt is None else None
-        question = prompt if prompt is not None or packaged is None else packaged.question
-        assert question is not None
-        picture = None if image == "none" else loading.open_image(packaged.image if packaged else image or "")
+        if image is None or prompt is None:  # no image, for an image needs a prompt
+            packaged = loading.sample()
+            image, prompt = str(packaged.image), packaged.question if prompt is None else prompt
+        picture = None if image == "none" else loading.open_image(image)
         progress("loading the model")
         loaded = loading.load(model, dtype=dtype, device=device)
         made = _planned(loaded_policy, loaded.model.config)
-        inputs = loading.prepare(loaded, picture, question)
+        inputs = loading.prepare(loaded, picture, prompt)
         result = compare(loaded, made, inputs, max_new_tokens=max_new_tokens, repeat=repeat, progress=progress)
         heatmap = None
         if picture is not None and result.report.stages:
@@ -248,19 +250,19 @@ def run(
                 image=loading.seen_image(loaded, inputs, picture),
                 spans=made.adapter.spans(loaded.model.config, inputs)[0],
                 report=result.report,
-                question=question,
+                question=prompt,
                 answers=(result.unpruned.answer, result.pruned.answer),
                 layers_ms=(result.unpruned.layers, result.pruned.layers),
             )
     data: dict[str, Any] = {
         "model": loaded.name,
-        "image": str(packaged.image if packaged else image),
-        "prompt": question,
+        "image": image,
+        "prompt": prompt,
     }
     data |= _run_data(result) | {"heatmap": None if heatmap is None else str(heatmap)}
     if as_json:
         return _json(data)
-    _print_run(result, question, heatmap)
+    _print_run(result, prompt, heatmap)
 
 
 @app.command()
@@ -293,7 +295,7 @@ def doctor(as_json: Json = False) -> None:
 def plugins(as_json: Json = False) -> None:
     """List the plugins that were loaded, what each offers, and those that failed."""
     found = registry()
-    entries = [entry for kind in KINDS[1:] for entry in getattr(found, kind).values()]
+    entries = [entry for kind in PARTS for entry in getattr(found, kind).values()]
     rows = [
         {"plugin": name, "distribution": source, "offers": [f"{e.kind} {e.name}" for e in entries if e.module == name]}
         for name, source in found.plugins

@@ -29,7 +29,9 @@ __all__ = [
     "cache_layer",
     "checkpointing_reruns_hooks",
     "crop_length",
+    "is_compiled",
     "mask_form",
+    "tokens_seen",
     "transformers_version",
 ]
 
@@ -45,6 +47,12 @@ def transformers_version() -> str:
 def cache_argument(arguments: Mapping[str, Any]) -> str | None:
     """Return the name under which a decoder layer was given a cache, or None when it was given none."""
     return next((name for name in CACHE_NAMES if arguments.get(name) is not None), None)
+
+
+def tokens_seen(arguments: Mapping[str, Any], layer: int = 0) -> int:
+    """Return the logical length that a decoder layer has seen, from the cache among its arguments (0 without one)."""
+    name = cache_argument(arguments)
+    return int(arguments[name].get_seq_length(layer)) if name is not None else 0
 
 
 def cache_layer(cache: Any, index: int) -> Any:

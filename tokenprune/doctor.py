@@ -17,7 +17,7 @@ from packaging.specifiers import SpecifierSet
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from tokenprune.errors import TokenpruneError
+from tokenprune.errors import TokenpruneError, first_sentence
 from tokenprune.loading import EMBEDDED
 from tokenprune.plugins import DISTRIBUTION, registry
 from tokenprune.policy import list_policies
@@ -99,7 +99,7 @@ def _why_not(backend: SDPBackend, device: str) -> str:
                 scaled_dot_product_attention(states, states, states, is_causal=True)
         except RuntimeError as error:
             said = str(reasons[-1].message) if reasons else str(error)
-            return f"not usable on {device}: {_line(said)}"
+            return f"not usable on {device}: {first_sentence(said)}"
     return ""
 
 
@@ -107,7 +107,7 @@ def _importable(label: str, module: str) -> Check:
     try:
         importlib.import_module(module)
     except (ImportError, OSError, RuntimeError) as error:  # a build for another torch fails with any of them
-        return Check("attention", label, "note", f"not usable: {_line(str(error))}")
+        return Check("attention", label, "note", f"not usable: {first_sentence(error)}")
     return Check("attention", label, "ok", "can be imported")
 
 
@@ -152,7 +152,3 @@ def _embedded() -> Check:
     there = (EMBEDDED / "model.safetensors").is_file()
     detail = str(EMBEDDED) if there else "not in this installation; `tokenprune run` needs --model"
     return Check("model", "embedded model", "ok" if there else "warn", detail)
-
-
-def _line(text: str) -> str:
-    return " ".join(text.split()).split(". ")[0].rstrip(".")

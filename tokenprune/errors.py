@@ -33,6 +33,7 @@ __all__ = [
     "UnsupportedModelError",
     "WriteError",
     "did_you_mean",
+    "first_sentence",
 ]
 
 
@@ -92,6 +93,12 @@ class WriteError(TokenpruneError):
 
 class SessionError(TokenpruneError, RuntimeError):
     """A session cannot take effect as asked."""
+
+
+def first_sentence(error: BaseException | str) -> str:
+    """Return the first sentence of somebody else's message, on one line and without a full stop."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text.split(". ")[0].rstrip(".")
 
 
 def did_you_mean(given: str, possible: Iterable[str]) -> str:

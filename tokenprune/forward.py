@@ -6,7 +6,7 @@ holds. It registers no hook.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from tokenprune import compat
 from tokenprune.errors import InputError, UnsupportedModelError
 from tokenprune.interfaces import AttentionRows
-from tokenprune.plan import Plan
 from tokenprune.report import StageRecord
 from tokenprune.sequence import Slots, View, Visuals, cut_mask, take
 
@@ -52,24 +51,24 @@ class Forward:
 
     # -- visual tokens
 
-    def find_visuals(self, plan: Plan, model: nn.Module, inputs: Mapping[str, Any]) -> None:
-        """Find the visual tokens of this chunk, or note that there are none."""
-        mask = plan.adapter.visual_mask(model, inputs)
+    def find_visuals(self, mask: Tensor | None, padding: Any) -> None:
+        """Find the visual tokens of this chunk from `mask` [B, >= Q], if it has any; `padding` is the attention mask.
+
+        The one place where a prefill waits for the device: for the counts of each row.
+        """
         if mask is None:
             raise InputError(
                 "the visual tokens of this prompt cannot be found: call the model with input_ids (or with inputs_embeds "
                 "that still hold the placeholder embeddings)"
             )
         mask = mask[:, -self.length :]
-        padding = inputs.get("attention_mask")
         if isinstance(padding, Tensor) and padding.ndim == 2:
             self.padding = padding[:, -self.length :].bool()
-        visuals = Visuals.find(mask)
-        if not any(visuals.counts):
-            return
-        self.is_visual, self.visuals = mask, visuals
-        real = self.padding.sum(dim=1).tolist() if self.padding is not None else [self.length] * self.rows
-        self.texts = tuple(int(n) - v for n, v in zip(real, visuals.counts, strict=True))
+        real = self.padding if self.padding is not None else torch.ones_like(mask)
+        counts, lengths = torch.stack([mask.sum(dim=1), real.sum(dim=1)]).tolist()
+        if any(counts):
+            self.is_visual, self.visuals = mask, Visuals.of(mask, tuple(counts))
+            self.texts = tuple(length - count for length, count in zip(lengths, counts, strict=True))
 
     def positions(self, visuals: Visuals, past: int) -> list[Tensor]:
         """Return, per row, the prompt positions of these visual tokens."""

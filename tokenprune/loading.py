@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
-from tokenprune.errors import InputError, LoadError
+from tokenprune.errors import InputError, LoadError, first_sentence
 
 __all__ = ["Loaded", "LoadedConfig", "Sample", "load", "load_config", "open_image", "prepare", "sample", "seen_image"]
 
@@ -76,7 +76,7 @@ def load(source: str | Path | None = None, *, dtype: str | torch.dtype = "auto",
     try:
         return Loaded(model.to(target), processor, name)
     except (RuntimeError, AssertionError, ValueError) as error:  # torch without CUDA asserts
-        raise LoadError(f"the model cannot be put on device {target!r}: {_line(error)}") from error
+        raise LoadError(f"the model cannot be put on device {target!r}: {first_sentence(error)}") from error
 
 
 def load_config(source: str | Path | None = None) -> LoadedConfig:
@@ -114,7 +114,7 @@ def open_image(path: str | Path) -> Image.Image:
     except UnidentifiedImageError:
         raise LoadError(f"{str(path)!r} is not an image that Pillow can read") from None
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise LoadError(f"{str(path)!r} cannot be read as an image: {_line(error)}") from None
+        raise LoadError(f"{str(path)!r} cannot be read as an image: {first_sentence(error)}") from None
 
 
 def prepare(loaded: Loaded, image: Image.Image | None, prompt: str) -> dict[str, Any]:
@@ -197,13 +197,7 @@ def _read(what: str, where: str, reader: Callable[[str], T]) -> T:
         return reader(where)
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, TypeError, AttributeError) as error:
         if local:
-            raise LoadError(f"the {what} in {where!r} cannot be loaded: {_line(error)}") from error
+            raise LoadError(f"the {what} in {where!r} cannot be loaded: {first_sentence(error)}") from error
         raise LoadError(
-            f"the {what} of {where!r} could not be downloaded or read ({_line(error)}); give a local folder instead"
+            f"the {what} of {where!r} could not be downloaded or read ({first_sentence(error)}); give a local folder instead"
         ) from error
-
-
-def _line(error: BaseException) -> str:
-    """Return the first sentence of an error, without a full stop."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text.split(". ")[0].rstrip(".")

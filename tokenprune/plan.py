@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from tokenprune.errors import PolicyError, Problem, UnsupportedModelError
+from tokenprune.errors import PolicyError, Problem, UnsupportedModelError, first_sentence
 from tokenprune.flops import LayerShape, kv_bytes, layer_flops, paper_macs
 from tokenprune.interfaces import Adapter, Merger, Scorer, Selector
 from tokenprune.plugins import Registry, registry
@@ -159,9 +159,8 @@ def _shape(config: Any, text: Any) -> LayerShape:
     try:
         return LayerShape.of(text)
     except (AttributeError, RuntimeError) as error:  # transformers raises on sizes that differ between layers
-        reason = str(error).partition(". ")[0]
         raise UnsupportedModelError(
-            f"{config.model_type}: the size of its decoder layers cannot be read: {reason}"
+            f"{config.model_type}: the size of its decoder layers cannot be read: {first_sentence(error)}"
         ) from None
 
 

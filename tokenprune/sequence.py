@@ -157,11 +157,6 @@ class Visuals:
     original: tuple[int, ...]
 
     @classmethod
-    def find(cls, mask: Tensor) -> Visuals:
-        """Return the visual tokens of a [B, Q] bool mask. Reads the counts: the one host round trip of a prefill."""
-        return cls.of(mask, tuple(int(n) for n in mask.sum(dim=1).tolist()))
-
-    @classmethod
     def of(cls, mask: Tensor, counts: tuple[int, ...]) -> Visuals:
         """Return the tokens of a [B, Q] bool mask whose row counts are known."""
         slots = (~mask).to(torch.uint8).argsort(dim=1, stable=True)[:, : max(counts)]

@@ -74,6 +74,7 @@ class Session:
         self._layers = plan.adapter.layers(model)
         self._handles: list[Any] = []
         self._inputs: dict[str, Any] = {}
+        self._mask: Tensor | None = None
         self._run: Forward | None = None
         self._ran = False
         self._ends_in_image: Tensor | None = None
@@ -101,27 +102,17 @@ class Session:
                     "this model is already inside a compress block; leave it first, policies do not nest"
                 )
             _active.add(self._decoder)
-        for module in path:
-            self._hook(module.register_forward_pre_hook(self._see_inputs, with_kwargs=True))
-        self._hook(self._decoder.register_forward_pre_hook(self._begin, with_kwargs=True))
-        for index, layer in enumerate(self._layers):
-            self._hook(layer.register_forward_pre_hook(self._before_layer(index), with_kwargs=True))
-        self._hook(self._layers[-1].register_forward_hook(self._after_last_layer))
-        for index in self._tapped_layers():
-            self._hook(self._layers[index].register_forward_hook(self._untap, always_call=True))
+        try:
+            self._register(path)
+        except BaseException:
+            self._leave()
+            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        if self._run is not None:
-            self._run.untap()
-        self._run, self._inputs = None, {}
-        with _active_lock:
-            _active.discard(self._decoder)
+        self._leave()
         if kind is None:
             self._check_contracts()
             if not self._ran:
@@ -130,6 +121,29 @@ class Session:
                     "had no effect",
                     stacklevel=2,
                 )
+
+    def _register(self, path: Sequence[nn.Module]) -> None:
+        stages = self.plan.stage_at()
+        for module in path:
+            self._hook(module.register_forward_pre_hook(self._see_inputs, with_kwargs=True))
+        self._hook(self._decoder.register_forward_pre_hook(self._begin, with_kwargs=True))
+        for index, layer in enumerate(self._layers):
+            hook = self._before_layer(index, stages.get(index), stages.get(index + 1))
+            self._hook(layer.register_forward_pre_hook(hook, with_kwargs=True))
+        self._hook(self._layers[-1].register_forward_hook(self._after_last_layer))
+        for index in self._tapped_layers():
+            self._hook(self._layers[index].register_forward_hook(self._untap, always_call=True))
+
+    def _leave(self) -> None:
+        """Take off everything that was put on."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        if self._run is not None:
+            self._run.untap()
+        self._run, self._inputs, self._mask = None, {}, None
+        with _active_lock:
+            _active.discard(self._decoder)
 
     def _hook(self, handle: Any) -> None:
         self._handles.append(handle)
@@ -159,12 +173,13 @@ class Session:
         """Remember what the caller gave; the decoder itself no longer sees the token ids."""
         given = {name: value for name, value in _named(module, args, kwargs).items() if value is not None}
         if module is self.model:
-            self._inputs.clear()  # what a pass that failed on the way may have left
+            self._inputs, self._mask = {}, None  # what a pass that failed on the way may have left
         self._inputs.update(given)
         self._ran = True
         pixels = next((name for name in given if name.startswith("pixel_values")), None)
         if pixels is not None and module is self.model:
-            mask = self.plan.adapter.visual_mask(self.model, given)
+            # transformers would complain about this later, in terms of features; the mask is needed anyway.
+            mask = self._mask = self.plan.adapter.visual_mask(self.model, given)
             if mask is not None and not mask.any():
                 ids = ", ".join(map(str, sorted(self.plan.adapter.visual_token_ids(self.plan.config))))
                 raise InputError(
@@ -175,7 +190,8 @@ class Session:
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Start the forward pass of the text model."""
         given = _named(module, args, kwargs)
-        inputs, self._inputs = {**given, **self._inputs}, {}
+        inputs, mask = {**given, **self._inputs}, self._mask
+        self._inputs, self._mask = {}, None
         states = given.get("inputs_embeds")
         rows, length = (states if states is not None else given["input_ids"]).shape[:2]
         self._ran = True
@@ -186,9 +202,12 @@ class Session:
             )
         self._run = Forward(rows, length, compat.mask_form(self._decoder.config))
         if length > 1:  # a single token is a decoding step: whatever its id, there is nothing to drop
-            self._run.find_visuals(self.plan, self.model, inputs)
-            self._refuse_split_image(self._run, _tokens_seen(inputs))
-            if self._run.visuals is None and not _tokens_seen(inputs):
+            if mask is None:
+                mask = self.plan.adapter.visual_mask(self.model, inputs)
+            self._run.find_visuals(mask, inputs.get("attention_mask"))
+            seen = compat.tokens_seen(inputs)
+            self._refuse_split_image(self._run, seen)
+            if self._run.visuals is None and not seen:
                 note = "the prompt holds no visual token; it ran unpruned"
                 warnings.warn(note, NoVisualTokensWarning, stacklevel=2)
                 self._report = Report(self.policy.name, self.policy.digest, notes=(note,))
@@ -204,9 +223,10 @@ class Session:
                 "leave out prefill_chunk_size, or choose one that holds the prompt up to the end of its images"
             )
 
-    def _before_layer(self, index: int) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]] | None]:
-        stage = self.plan.stage_at().get(index)
-        follower = self.plan.stage_at().get(index + 1)
+    def _before_layer(
+        self, index: int, stage: PlannedStage | None, follower: PlannedStage | None
+    ) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]] | None]:
+        """Return the hook of a layer: `stage` acts before it, `follower` will act before the next one."""
         names = tuple(inspect.signature(self._layers[index].forward).parameters)
 
         def hook(
@@ -243,8 +263,7 @@ class Session:
         visuals = run.visuals
         assert visuals is not None
         keep = [self.plan.counts(n)[stage.number] for n in visuals.original]
-        keep = [min(wanted, alive) for wanted, alive in zip(keep, visuals.counts, strict=True)]
-        past = _tokens_seen_by(given, index)
+        past = compat.tokens_seen(given, index)
         before, scores = run.positions(visuals, past), None
         if tuple(keep) != visuals.counts:
             signal = stage.signal("attention")
@@ -461,29 +480,11 @@ class _PeekingCache:
         return getattr(self._cache, name)
 
 
-def _tokens_seen(inputs: Mapping[str, Any]) -> int:
-    """Return the logical length of the cache a forward pass was given."""
-    name = compat.cache_argument(inputs)
-    return int(inputs[name].get_seq_length()) if name is not None else 0
-
-
-def _tokens_seen_by(given: Mapping[str, Any], index: int) -> int:
-    """Return the logical length decoder layer `index` has seen before this chunk."""
-    name = compat.cache_argument(given)
-    return int(compat.cache_layer(given[name], index).get_seq_length()) if name is not None else 0
-
-
-_parameter_names: weakref.WeakKeyDictionary[nn.Module, tuple[str, ...]] = weakref.WeakKeyDictionary()
-
-
 def _named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call by name; families pass different ones by position."""
+    """Return the arguments of a call by name; some families pass them by position."""
     if not args:
         return kwargs
-    names = _parameter_names.get(module)
-    if names is None:
-        names = _parameter_names[module] = tuple(inspect.signature(module.forward).parameters)
-    return {**dict(zip(names, args, strict=False)), **kwargs}
+    return {**dict(zip(inspect.signature(module.forward).parameters, args, strict=False)), **kwargs}
 
 
 def _modules_between(model: nn.Module, decoder: nn.Module) -> list[nn.Module]:

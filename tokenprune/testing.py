@@ -49,8 +49,7 @@ def _hide(reports: Sequence[Report], index: int) -> Callable[..., Any]:
     def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         states = args[0] if args else kwargs["hidden_states"]
         repeats = states.shape[0] // len(dropped)
-        name = compat.cache_argument(kwargs)
-        seen = compat.cache_layer(kwargs[name], index).get_seq_length() if name is not None else 0
+        seen = compat.tokens_seen(kwargs, index)
         rows = [row for row in dropped for _ in range(repeats)]
         kwargs["attention_mask"] = _without(kwargs["attention_mask"], rows, states, seen)
         return args, kwargs

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from collage import GRID
 from model import WORDS, vocabulary
-from pool import Log, Pool, Threads, group_slices, learning_rate
+from pool import Log, Pool, Threads, descend, group_slices, learning_rate
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlavaForConditionalGeneration
@@ -115,12 +115,7 @@ def train_alignment(
             objects = train.object_mask(index).gather(1, keep)
             loss = dense_loss(word_scores(model, states[-2][:, 1:]), words, objects)
             loss = loss + presence_loss(heads, model, states, train.words[index])
-            optimizer.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(parameters, 1.0)
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(step, steps, peak)
-            optimizer.step()
+            descend(optimizer, loss, learning_rate(step, steps, peak))
             if step % 50 == 0 or step == steps - 1:
                 log.row(f"align{phase}", step, "loss", loss.item())
             if step % 250 == 249 or step == steps - 1:
@@ -162,12 +157,7 @@ def settle(
         value = loss.item()
         loss = loss + 0.5 * dense_loss(word_scores(model, features), words, objects)
         loss = loss + presence_loss(heads, model, states, train.words[index])
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(parameters, 1.0)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, steps, peak)
-        optimizer.step()
+        descend(optimizer, loss, learning_rate(step, steps, peak))
         if step % 50 == 0 or step == steps - 1:
             log.row("settle", step, "loss", value)
     for name, share in measure(model, test, 128).items():

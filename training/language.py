@@ -15,7 +15,7 @@ import torch
 from align import choose_patches, tower_states
 from collage import GRID, KINDS, OBJECT, QA, Collage, make_layout, make_question, make_questions
 from model import GROUPS, NOTHING, WORDS, build_tokenizer, vocabulary
-from pool import Log, Pool, Threads, group_slices, learning_rate, patch_words
+from pool import Log, Pool, Threads, descend, group_slices, learning_rate, patch_words
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlavaForConditionalGeneration
@@ -232,6 +232,13 @@ def accuracy(questions: list[list[QA]], answers: list[list[str]]) -> dict[str, f
     return {kind: float(np.mean(values)) for kind, values in hits.items() if values}
 
 
+def log_means(log: Log, stage: str, step: int, losses: list[tuple[float, float]]) -> None:
+    """Every 25 steps, log the means of the last 25 (answer, about) losses."""
+    if step % 25 == 0:
+        for name, value in zip(("loss", "about loss"), np.mean(losses[-25:], 0), strict=True):
+            log.row(stage, step, name, float(value))
+
+
 def rehearse(model: LlavaForConditionalGeneration, log: Log, checkpoint: Path, seed: int) -> None:
     """Teach the language model on ideal visual tokens: the exact sum of their words' embeddings and a little noise.
 
@@ -254,16 +261,9 @@ def rehearse(model: LlavaForConditionalGeneration, log: Log, checkpoint: Path, s
         visual = words.gather(1, keep[:, :, None].expand(-1, -1, len(WORDS))).float() @ words_embedding
         visual = visual + 0.03 * torch.randn(visual.shape, generator=generator)
         loss, answer, about = answer_loss(model, packed, visual, ideal=True)
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(parameters, 1.0)
-        for group in optimizer.param_groups:
-            group["lr"] = peak * min(1, (step + 1) / 50)
-        optimizer.step()
+        descend(optimizer, loss, peak * min(1, (step + 1) / 50))
         losses.append((answer.item(), about.item()))
-        if step % 25 == 24:
-            for name, value in zip(("loss", "about loss"), np.mean(losses[-25:], 0), strict=True):
-                log.row("rehearse", step + 1, name, float(value))
+        log_means(log, "rehearse", step + 1, losses)
     torch.save(model.state_dict(), checkpoint)
 
 
@@ -301,16 +301,9 @@ def train_language(
         asked = [make_questions(rng, train.collages[i], QUESTIONS, weights) for i in index.tolist()]
         packed = pack(asked, keep, compact=kept < PATCHES and step % 2 == 1)
         loss, answer, about = answer_loss(model, packed, kept_features(model, train.pixels(index), keep))
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(parameters, 1.0)
-        for group in optimizer.param_groups:
-            group["lr"] = rate(step, total)
-        optimizer.step()
+        descend(optimizer, loss, rate(step, total))
         losses.append((answer.item(), about.item()))
-        if step % 25 == 24:
-            for name, value in zip(("loss", "about loss"), np.mean(losses[-25:], 0), strict=True):
-                log.row("language", step + 1, name, float(value))
+        log_means(log, "language", step + 1, losses)
         if step % EVERY == EVERY - 1 or step == total - 1:
             scores = evaluate_quickly(model, test, questions)
             for measure, value in scores.items():

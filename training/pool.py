@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from collage import GRID, Collage, Split, make_collage
 from model import GROUPS, NOTHING, TYPES, WORDS
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @dataclass
@@ -116,6 +116,16 @@ class Threads:
         elif at == 4:
             torch.set_num_threads(1 if self.spent[0] < self.spent[1] else self.most)
         self.last, self.count = now, self.count + 1
+
+
+def descend(optimizer: torch.optim.Optimizer, loss: Tensor, rate: float) -> None:
+    """One step down the gradient of ``loss``, its norm clipped to one, at this learning rate."""
+    optimizer.zero_grad()
+    loss.backward()
+    nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 1.0)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    optimizer.step()
 
 
 def learning_rate(step: int, steps: int, peak: float, warmup: int = 50) -> float:
