@@ -2,38 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import os
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from golden_files import cases
 from torch import Tensor, nn
 
 from tokenprune.interfaces import Adapter, AttentionRows, PruneContext
 from tokenprune.policy import Policy
 from tokenprune.selectors import TopK
 from tokenprune.session import compress
-from tokenprune.tokens import Budget
-
-GOLDEN = Path(os.environ.get("TOKENPRUNE_GOLDEN") or Path(__file__).parent / "golden")
-
-
-def cases(method: str) -> list[Any]:
-    """Return (hyper-parameters, tensors) of every case the file lists."""
-    text = json.loads((GOLDEN / f"{method}.json").read_text())
-    tensors = load_file(GOLDEN / f"{method}.safetensors")
-    found = []
-    for case in text["cases"]:
-        prefix = f"case{case['case']}/"
-        own = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-        found.append(pytest.param(case["hyper_parameters"], own, id=f"{method}-{case['case']}"))
-    assert found
-    return found
-
+from tokenprune.budget import Budget
 
 class AddingLayer(nn.Module):
     """The stand-in of the golden files: adds the row of its table that belongs to the token's original position."""

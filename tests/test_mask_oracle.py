@@ -96,7 +96,7 @@ def test_the_oracle_can_fail() -> None:
 
 def test_every_adapter_has_a_tiny_model() -> None:
     types = {zoo.ZOO[name].build().config.model_type for name in zoo.ZOO}
-    for entry in registry().adapters.values():
+    for entry in registry().of("adapter").values():
         if entry.distribution == "tokenprune-vlm":
             assert not entry.cls.model_types or entry.cls.model_types & types, f"no tiny model for adapter {entry.name}"
 

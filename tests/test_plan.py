@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import transformers
 
+from tokenprune.budget import Budget, exact_floor
 from tokenprune.errors import PolicyError, UnsupportedModelError
 from tokenprune.flops import LayerShape, kv_bytes, layer_flops, paper_macs
 from tokenprune.plan import plan
-from tokenprune.tokens import Budget, Site, TokenSpan, exact_floor
+from tokenprune.tokens import Site, TokenSpan
 
 LLAVA = transformers.LlavaConfig()
 

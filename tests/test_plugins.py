@@ -63,7 +63,7 @@ def test_builtins_come_in_by_the_entry_points() -> None:
         "tokenprune.selectors", "tokenprune_scorers.variation", "tokenprune_adapters.llava"
     }  # fmt: skip
     assert not found.failures
-    assert {entry.distribution for entry in found.scorers.values()} == {"tokenprune-vlm"}
+    assert {entry.distribution for entry in found.of("scorer").values()} == {"tokenprune-vlm"}
 
 
 def test_a_module_is_a_plugin(install: Install) -> None:
@@ -83,7 +83,7 @@ def test_public_submodules_of_a_package_are_plugins_and_private_ones_are_not(ins
          "strange.two": SCORER.format(cls="Two", name="two"), "strange._helper": "raise RuntimeError('not a plugin')"},
     )  # fmt: skip
     found = load_registry()
-    assert {"one", "two"} <= set(found.scorers) and not found.failures
+    assert {"one", "two"} <= set(found.of("scorer")) and not found.failures
 
 
 def test_a_broken_plugin_is_reported_and_the_rest_goes_on(install: Install) -> None:
@@ -91,7 +91,7 @@ def test_a_broken_plugin_is_reported_and_the_rest_goes_on(install: Install) -> N
     install("fine", "fine_mod", {"fine_mod": SCORER.format(cls="Fine", name="fine")})
     found = load_registry()
     assert failures(found) == ["broken_mod (broken): ModuleNotFoundError: No module named 'no_such_module'"]
-    assert "fine" in found.scorers
+    assert "fine" in found.of("scorer")
     with pytest.raises(PluginError) as error:
         found.get("scorer", "variatoin")
     assert str(error.value) == (
@@ -112,7 +112,7 @@ def test_a_plugin_that_does_not_fit_is_reported(install: Install, text: str, rea
     install("misfit", "misfit_mod", {"misfit_mod": text})
     found = load_registry()
     assert len(found.failures) == 1 and reason in failures(found)[0]
-    assert set(found.scorers) == set(registry().scorers)
+    assert set(found.of("scorer")) == set(registry().of("scorer"))
 
 
 def test_two_plugins_with_one_name_are_an_error_naming_both(install: Install) -> None:
@@ -133,8 +133,8 @@ def test_the_switch(install: Install, monkeypatch: pytest.MonkeyPatch, switch: s
     install("beta", "beta_mod", {"beta_mod": SCORER.format(cls="Beta", name="beta")})
     monkeypatch.setenv("TOKENPRUNE_PLUGINS", switch)
     found = load_registry()
-    assert set(found.scorers) - set(registry().scorers) == expected
-    assert set(registry().scorers) <= set(found.scorers)
+    assert set(found.of("scorer")) - set(registry().of("scorer")) == expected
+    assert set(registry().of("scorer")) <= set(found.of("scorer"))
 
 
 def test_a_directory_of_policies(install: Install, tmp_path: Path) -> None:

@@ -9,11 +9,12 @@ from typing import Any, ClassVar
 import pytest
 from torch import Tensor
 
+from tokenprune.budget import Budget
 from tokenprune.errors import PluginError, PolicyError
 from tokenprune.interfaces import PruneContext, Scorer
 from tokenprune.plugins import Entry, Registry, registry
 from tokenprune.policy import Policy, _listed, json_schema, list_policies
-from tokenprune.tokens import Budget, Site
+from tokenprune.tokens import Site
 
 TEXT = """\
 name: mine
@@ -40,12 +41,12 @@ def test_a_file_becomes_objects(path: Path) -> None:
     first, second = policy.stages
     assert (policy.name, policy.seed, policy.average_tokens) == ("mine", 0, None)
     assert first.at == Site("llm.layers.25%")
-    assert first.scorer == registry().scorers["variation"].cls(metric="l1")
-    assert first.selector == registry().selectors["gumbel_topk"].cls(temperature=0.5)
+    assert first.scorer == registry().of("scorer")["variation"].cls(metric="l1")
+    assert first.selector == registry().of("selector")["gumbel_topk"].cls(temperature=0.5)
     assert first.budget == Budget(keep_ratio=0.5, of="original")
-    assert second.scorer == registry().scorers["variation"].cls()
-    assert second.selector == registry().selectors["topk"].cls()
-    assert second.merger == registry().mergers["drop"].cls()
+    assert second.scorer == registry().of("scorer")["variation"].cls()
+    assert second.selector == registry().of("selector")["topk"].cls()
+    assert second.merger == registry().of("merger")["drop"].cls()
 
 
 def test_path_string_mapping_and_policy_are_the_same(path: Path) -> None:
@@ -163,7 +164,7 @@ class Loose(Scorer):
 
 
 def loose(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setitem(registry().scorers, "loose", Entry("loose", "scorer", Loose, "here", "stranger"))
+    monkeypatch.setitem(registry().of("scorer"), "loose", Entry("loose", "scorer", Loose, "here", "stranger"))
     scorer = {"name": "loose", **options}
     policy = Policy.load({"stages": [{"at": "llm.input", "scorer": scorer, "budget": {"keep_tokens": 1}}]})
     assert Policy.load(policy.to_dict()) == policy

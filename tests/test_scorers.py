@@ -13,7 +13,7 @@ from tokenprune.interfaces import AttentionRows, PruneContext, Scorer
 from tokenprune.plugins import registry
 from tokenprune.testing import make_context
 
-SCORERS = sorted(registry().scorers)
+SCORERS = sorted(registry().of("scorer"))
 COUNTS = (24, 9, 0)
 
 
@@ -61,7 +61,7 @@ def one_row(ctx: PruneContext, row: int, tokens: int) -> PruneContext:
 
 @pytest.mark.parametrize("name", SCORERS)
 def test_shape_finiteness_determinism_and_batch_invariance(name: str) -> None:
-    scorer: Scorer = registry().scorers[name].cls()
+    scorer: Scorer = registry().of("scorer")[name].cls()
     ctx = full()
     scores = scorer.score(ctx)
     assert scores.shape == ctx.valid.shape and scores.is_floating_point()
@@ -75,7 +75,7 @@ def test_shape_finiteness_determinism_and_batch_invariance(name: str) -> None:
 
 @pytest.mark.parametrize("name", SCORERS)
 def test_reads_exactly_what_it_declares(name: str) -> None:
-    scorer: Scorer = registry().scorers[name].cls()
+    scorer: Scorer = registry().of("scorer")[name].cls()
     ctx = full()
     assert torch.equal(scorer.score(declared_only(scorer, ctx)), scorer.score(ctx))
     for signal in scorer.signals():
@@ -87,7 +87,7 @@ def test_reads_exactly_what_it_declares(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", SCORERS)
 def test_half_precision_signals_are_scored_in_float32(name: str, dtype: torch.dtype) -> None:
-    scorer: Scorer = registry().scorers[name].cls()
+    scorer: Scorer = registry().of("scorer")[name].cls()
     ctx = full()
 
     def cast(value: Any, to: torch.dtype) -> Any:
@@ -108,7 +108,7 @@ def test_half_precision_signals_are_scored_in_float32(name: str, dtype: torch.dt
 @pytest.mark.parametrize("metric", ["l2", "l1", "cosine"])
 def test_variation_equals_loops_in_float64(metric: str, chunk: int | None) -> None:
     ctx = full()
-    scores = registry().scorers["variation"].cls(metric=metric, chunk=chunk).score(ctx)
+    scores = registry().of("scorer")["variation"].cls(metric=metric, chunk=chunk).score(ctx)
     for row, tokens in enumerate(COUNTS):
         for token in range(tokens):
             now, before = (ctx.signals[key][row, token].double() for key in ("hidden", "previous_hidden"))
@@ -123,15 +123,15 @@ def test_variation_equals_loops_in_float64(metric: str, chunk: int | None) -> No
 def test_variation_guard_turns_overflow_into_the_lowest_score() -> None:
     ctx = full()
     ctx.signals["hidden"][0, 3] = torch.inf
-    assert not registry().scorers["variation"].cls().score(ctx)[0, 3].isfinite()
-    guarded = registry().scorers["variation"].cls(guard=True).score(ctx)
+    assert not registry().of("scorer")["variation"].cls().score(ctx)[0, 3].isfinite()
+    guarded = registry().of("scorer")["variation"].cls(guard=True).score(ctx)
     assert guarded[0, 3] == 0 and guarded.isfinite().all()
 
 
 @pytest.mark.parametrize("n", [1, 5, 24, 100])
 def test_uniform_top_k_is_spread_evenly_for_any_k(n: int) -> None:
     ctx = make_context(1, n)
-    scores = registry().scorers["uniform"].cls().score(ctx)[0]
+    scores = registry().of("scorer")["uniform"].cls().score(ctx)[0]
     assert len(set(scores.tolist())) == n
     for k in range(1, n + 1):
         kept = scores.topk(k).indices.sort().values
@@ -141,6 +141,6 @@ def test_uniform_top_k_is_spread_evenly_for_any_k(n: int) -> None:
 
 
 def test_random_differs_between_tokens_and_seeds() -> None:
-    scorer = registry().scorers["random"].cls()
+    scorer = registry().of("scorer")["random"].cls()
     a, b = (scorer.score(make_context(1, 50, seed=seed)) for seed in (0, 1))
     assert len(set(a[0].tolist())) == 50 and not torch.equal(a, b)

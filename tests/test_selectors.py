@@ -14,11 +14,11 @@ from tokenprune.plugins import registry
 from tokenprune.selectors import GumbelTopK, Stride, TopK
 from tokenprune.testing import make_context
 
-SELECTORS = sorted(registry().selectors)
+SELECTORS = sorted(registry().of("selector"))
 
 
 def make(name: str) -> Selector:
-    selector: Selector = registry().selectors[name].cls()
+    selector: Selector = registry().of("selector")[name].cls()
     return selector
 
 

@@ -2,9 +2,10 @@
 
 >>> import tokenprune
 >>> tokenprune.Policy.load("v2drop-llava-1.5-7b-192").stages[0].budget
-Budget(keep_ratio=0.5, keep_tokens=None, of='alive', min_tokens=0)
+Budget(keep_ratio=0.5, keep_tokens=None, of='alive', rounding='floor', min_tokens=0, max_tokens=None, multiple_of=1, per=None, quota=None)
 """
 
+from tokenprune.budget import Budget, Quota
 from tokenprune.errors import (
     InputError,
     PluginContractError,
@@ -16,20 +17,41 @@ from tokenprune.errors import (
     UnsupportedModelError,
 )
 from tokenprune.hookspecs import hookimpl
-from tokenprune.interfaces import Adapter, Component, Merger, PruneContext, Scorer, Selector
+from tokenprune.interfaces import (
+    Adapter,
+    Attention,
+    Component,
+    Grouping,
+    Layout,
+    Merged,
+    Merger,
+    Number,
+    Options,
+    PruneContext,
+    Quantity,
+    Scorer,
+    Selector,
+    Statistic,
+)
 from tokenprune.plan import Plan, plan
 from tokenprune.policy import Policy, PolicyInfo, list_policies
 from tokenprune.report import Report, StageRecord
 from tokenprune.session import NoVisualTokensWarning, Session, compress
-from tokenprune.tokens import Budget, Signal, Site, TokenSpan
+from tokenprune.tokens import Signal, Site, TokenSpan
 
 __all__ = [
     "Adapter",
+    "Attention",
     "Budget",
     "Component",
+    "Grouping",
     "InputError",
+    "Layout",
+    "Merged",
     "Merger",
     "NoVisualTokensWarning",
+    "Number",
+    "Options",
     "Plan",
     "PluginContractError",
     "PluginError",
@@ -37,6 +59,8 @@ __all__ = [
     "PolicyError",
     "PolicyInfo",
     "PruneContext",
+    "Quantity",
+    "Quota",
     "Report",
     "Scorer",
     "Selector",
@@ -45,6 +69,7 @@ __all__ = [
     "Signal",
     "Site",
     "StageRecord",
+    "Statistic",
     "TokenSpan",
     "TokenpruneError",
     "UnsupportedCacheError",

@@ -1,4 +1,4 @@
-"""The six places where a plugin may add something. A plugin implements any of them with `@hookimpl`."""
+"""The places where a plugin may add something. A plugin implements any of them with `@hookimpl`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pluggy
 if TYPE_CHECKING:
     import typer
 
-    from tokenprune.interfaces import Adapter, Merger, Scorer, Selector
+    from tokenprune.interfaces import Adapter, Grouping, Merger, Scorer, Selector, Statistic
 
 __all__ = ["hookimpl", "hookspec"]
 
@@ -32,6 +32,16 @@ def register_selectors(register: Callable[[type[Selector]], None]) -> None:
 @hookspec
 def register_mergers(register: Callable[[type[Merger]], None]) -> None:
     """Call `register(cls)` for each merger class; asked once, when the registry is first needed."""
+
+
+@hookspec
+def register_statistics(register: Callable[[type[Statistic]], None]) -> None:
+    """Call `register(cls)` for each statistic class; asked once, when the registry is first needed."""
+
+
+@hookspec
+def register_groupings(register: Callable[[type[Grouping]], None]) -> None:
+    """Call `register(cls)` for each grouping class; asked once, when the registry is first needed."""
 
 
 @hookspec

@@ -1,17 +1,19 @@
-"""What a plugin is: four small interfaces and the context they see.
+"""What a plugin is: small interfaces and the context they see.
 
 Shapes use the letters of the whole project: B rows of the batch, N visual tokens (of the row that has most; shorter rows
-are padded on the right and `ctx.valid` is False there), D width, H query heads, Hkv key heads, R query rows, d head width.
+are padded on the right and `ctx.valid` is False there), D width, H query heads, Hkv key heads, R query rows, d head width,
+T text tokens. Inside a grouping (per image, per frame ...) B counts the groups of all rows, and everything else is the same.
 
 Plugins are pure: tensors in, tensors out. They hold options, never state, and they never see the model.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -19,16 +21,66 @@ from torch import Tensor, nn
 from tokenprune.errors import PluginContractError
 from tokenprune.tokens import Signal, TokenSpan
 
-__all__ = ["Adapter", "AttentionRows", "Component", "Merger", "PruneContext", "Scorer", "Selector"]
+__all__ = [
+    "Adapter",
+    "Attention",
+    "AttentionRows",
+    "Component",
+    "GivenAttention",
+    "Grouping",
+    "Layout",
+    "Merged",
+    "Merger",
+    "Number",
+    "Options",
+    "Paired",
+    "PruneContext",
+    "Quantity",
+    "Scorer",
+    "Selector",
+    "Statistic",
+    "Text",
+    "Tower",
+    "counter_noise",
+]
 
 
-class Component:
-    """Base of scorers, selectors and mergers: a frozen dataclass whose fields are the options a policy may set.
+# ---- options ---------------------------------------------------------------------------------------------------------
+
+
+class Options:
+    """Base of everything a policy may write as a mapping: a frozen dataclass whose fields are the keys.
+
+    A field may hold another component (written as a word or a mapping), a tuple of such mappings, or a `Number`. A field
+    named with an underscore at its end is written without it, so that `from_` is the key `from`.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
+
+    def children(self) -> Iterator[Options]:
+        """Yield the options held by the fields of this one."""
+        for item in dataclasses.fields(self):  # type: ignore[arg-type]
+            value = getattr(self, item.name)
+            for part in value if isinstance(value, tuple) else (value,):
+                if isinstance(part, Options):
+                    yield part
+
+    def signals(self) -> tuple[Signal, ...]:
+        """Return what this one reads itself; the planner refuses a model that cannot provide it."""
+        return ()
+
+    def needs(self) -> tuple[Signal, ...]:
+        """Return what this one and everything inside it reads, each once."""
+        below = (signal for child in self.children() for signal in child.needs())
+        return tuple(dict.fromkeys((*self.signals(), *below)))
+
+
+class Component(Options):
+    """Base of scorers, selectors, mergers, statistics and groupings.
 
     `name` is the word used in YAML. The first line of the docstring is what `tokenprune list` shows.
     """
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
     name: ClassVar[str]
 
     @classmethod
@@ -36,16 +88,105 @@ class Component:
         """Return the first line of the docstring."""
         return (cls.__doc__ or "").strip().partition("\n")[0]
 
+    @classmethod
+    def example(cls) -> Self:
+        """Return an instance to try in tests and docs; one whose options have no defaults says here what to take."""
+        return cls()
 
-@dataclass(frozen=True)
-class AttentionRows:
-    """Attention probabilities of a few query rows, computed beside the model's kernel and never as an n x n matrix.
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
+        """Let a field annotated `Scorer` (or another interface) take what a policy writes for one."""
+        if source in _INTERFACES:
+            return _INTERFACES[source]()
+        return handler(source)
 
-    queries: [B, H, R, d] and keys [B, Hkv, K, d], both after the rotary embedding, as the kernel received them.
+
+_INTERFACES: dict[Any, Callable[[], Any]] = {}
+"""How pydantic reads a field annotated with an interface; filled by `tokenprune.plugins`, which knows the registry."""
+
+
+# ---- what a plugin reads ---------------------------------------------------------------------------------------------
+
+
+class Attention(ABC):
+    """Attention probabilities of a few query rows over the visual tokens, never an n x n matrix."""
+
+    @abstractmethod
+    def blocks(self, rows: int = 64, normalise: Literal["full", "visual"] = "full") -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield ([B, H, r, N] float32 probabilities, [B, r] validity) for r <= `rows` query rows at a time.
+
+        normalise: the softmax runs over the `full` key row, of which the visual columns are taken, or over the `visual`
+        columns alone.
+        """
+
+    @abstractmethod
+    def joined(self) -> Attention:
+        """Return the same rows with all heads taken as one wide head (softmax of the full-width dot product)."""
+
+    def reduce(
+        self,
+        heads: Literal["mean", "max", "sum", "joined"] | int = "mean",
+        rows: Literal["mean", "sum", "max"] = "mean",
+        *,
+        normalise: Literal["full", "visual"] = "full",
+        weights: Tensor | None = None,
+        prior: Callable[[slice], Tensor] | None = None,
+    ) -> Tensor:
+        """Return [B, N]: heads reduced first, then query rows.
+
+        heads: `joined` is one softmax over all heads together; a number m takes the mean of the m heads with most mass on
+            the visual tokens (chosen after the rows were reduced).
+        weights: [B, R] weight of each query row; a weighted mean divides by their sum.
+        prior: gives [B or 1, 1, r, N] for a slice of the query rows; probabilities are divided by it.
+        """
+        if heads == "joined":
+            return self.joined().reduce("mean", rows, normalise=normalise, weights=weights, prior=prior)
+        total: Tensor | None = None
+        mass: Tensor | None = None
+        start = 0
+        for probabilities, valid in self.blocks(normalise=normalise):
+            block = slice(start, start + valid.shape[1])
+            start = block.stop
+            if prior is not None:
+                probabilities = probabilities / prior(block)
+            weight = valid.float() if weights is None else valid * weights[:, block].float()
+            by_row = _over_heads(probabilities, heads)  # [B, H' or 1, r, N]
+            if rows == "max":
+                there = (weight > 0)[:, None, :, None]
+                part = by_row.masked_fill(~there, -torch.inf).amax(dim=2)
+                total = part if total is None else torch.maximum(total, part)
+            else:
+                part = (by_row * weight[:, None, :, None]).sum(dim=2)
+                total = part if total is None else total + part
+            mass = weight.sum(dim=1) if mass is None else mass + weight.sum(dim=1)
+        assert total is not None and mass is not None
+        if rows == "mean":
+            total = total / torch.where(mass > 0, mass, 1.0)[:, None, None]
+        total = total.nan_to_num(neginf=0.0)
+        if isinstance(heads, int):
+            chosen = total.sum(dim=2).argsort(dim=1, descending=True, stable=True)[:, :heads]
+            total = total.gather(1, chosen.unsqueeze(2).expand(-1, -1, total.shape[2])).mean(dim=1, keepdim=True)
+        return total[:, 0]
+
+
+def _over_heads(probabilities: Tensor, heads: str | int) -> Tensor:
+    if isinstance(heads, int):
+        return probabilities
+    if heads == "max":
+        return probabilities.amax(dim=1, keepdim=True)
+    return probabilities.mean(dim=1, keepdim=True) if heads == "mean" else probabilities.sum(dim=1, keepdim=True)
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionRows(Attention):
+    """Rows computed beside the model's kernel from its own queries and keys.
+
+    queries: [B, H, R, d] and keys [B, Hkv, K, d], as the kernel received them (or before the rotary embedding).
     bias: [B or 1, 1 or H, R, K] additive mask of the same rows (causal, padding, sliding window), or None.
-    columns: [B, N] where the visual tokens are among the K keys.
+    columns: [B, N] where the visual tokens are among the K keys. columns_valid: [B, N], False on the padding of shorter rows.
     rows_valid: [B, R] False where a row of the batch has fewer query rows than R.
     scaling: factor applied to q.k, as the model's own kernel uses it. softcap: logit soft cap of the model, or None.
+    row_positions, column_positions: [B, R] and [B, N] prompt positions; rope_base: base of the rotary frequencies.
     """
 
     queries: Tensor
@@ -55,13 +196,15 @@ class AttentionRows:
     rows_valid: Tensor
     scaling: float
     softcap: float | None = None
+    columns_valid: Tensor | None = None
+    row_positions: Tensor | None = None
+    column_positions: Tensor | None = None
+    rope_base: float | None = None
 
-    def blocks(self, rows: int = 64) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield ([B, H, r, N] probabilities, [B, r] validity) for r <= `rows` query rows at a time, in float32.
-
-        The softmax runs over the full key row; only then the visual columns are taken.
-        """
-        batch, heads, total, width = self.queries.shape
+    def blocks(self, rows: int = 64, normalise: Literal["full", "visual"] = "full") -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield ([B, H, r, N] probabilities, [B, r] validity) for r <= `rows` query rows at a time, in float32."""
+        _, heads, total, width = self.queries.shape
+        batch = self.columns.shape[0]
         groups = heads // self.keys.shape[1]
         keys = self.keys.float().unsqueeze(2).transpose(-1, -2)  # [B, Hkv, 1, d, K]
         for start in range(0, total, rows):
@@ -73,17 +216,105 @@ class AttentionRows:
             if self.bias is not None:
                 # Masks hold the lowest number of the model's dtype; in float64 that is -inf here, and a padded row NaN.
                 logits = logits + self.bias[:, :, block].float().clamp(min=torch.finfo(torch.float32).min)
-            probabilities = logits.softmax(dim=-1)
             columns = self.columns[:, None, None, :].expand(-1, heads, block.stop - start, -1)
-            yield probabilities.gather(-1, columns), self.rows_valid[:, block]
+            if normalise == "visual":
+                logits = logits.gather(-1, columns)
+                if self.columns_valid is not None:
+                    logits = logits.masked_fill(~self.columns_valid[:, None, None, :], torch.finfo(torch.float32).min)
+                probabilities = logits.softmax(dim=-1)
+            else:
+                probabilities = logits.softmax(dim=-1).gather(-1, columns)
+            yield probabilities, self.rows_valid[:, block]
 
-    def reduce(self, heads: Literal["mean", "max"] = "mean") -> Tensor:
-        """Return [B, N]: the mean (or max) over heads, then the mean over the valid query rows."""
-        total = torch.zeros(self.columns.shape, dtype=torch.float32, device=self.columns.device)
-        for probabilities, valid in self.blocks():
-            per_row = probabilities.mean(dim=1) if heads == "mean" else probabilities.amax(dim=1)  # [B, r, N]
-            total += (per_row * valid.unsqueeze(-1)).sum(dim=1)
-        return total / self.rows_valid.sum(dim=1, keepdim=True).clamp(min=1)
+    def joined(self) -> AttentionRows:
+        """Return the rows with heads joined; keys of grouped heads are repeated to the width of the queries."""
+        groups = self.queries.shape[1] // self.keys.shape[1]
+        keys = self.keys.repeat_interleave(groups, dim=1)
+        queries, keys = (x.transpose(1, 2).flatten(2).unsqueeze(1) for x in (self.queries, keys))
+        bias = None if self.bias is None else self.bias[:, :1]
+        return replace(self, queries=queries, keys=keys, bias=bias, scaling=queries.shape[-1] ** -0.5)
+
+    def pooled(self) -> AttentionRows:
+        """Return one row: the mean of the valid queries, under the mask of the last of them."""
+        weight = self.rows_valid.float()[:, None, :, None]
+        mean = (self.queries.float() * weight).sum(dim=2, keepdim=True) / weight.sum(dim=2, keepdim=True).clamp(min=1)
+        last = (self.rows_valid.sum(dim=1) - 1).clamp(min=0)
+        bias = self.bias
+        if bias is not None:
+            rows = last[:, None, None, None].expand(-1, bias.shape[1], 1, bias.shape[3])
+            bias = bias.expand(len(last), -1, -1, -1).gather(2, rows)
+        return replace(
+            self,
+            queries=mean.to(self.queries.dtype),
+            bias=bias,
+            rows_valid=self.rows_valid.any(dim=1, keepdim=True),
+            row_positions=None if self.row_positions is None else self.row_positions.gather(1, last[:, None]),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class GivenAttention(Attention):
+    """Rows whose probabilities are known: [B, H, R, N] and, where rows of the batch differ, [B, R] validity."""
+
+    probabilities: Tensor
+    rows_valid: Tensor | None = None
+
+    def blocks(self, rows: int = 64, normalise: Literal["full", "visual"] = "full") -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the rows in blocks; normalised over the visual columns on demand."""
+        batch, _, total, _ = self.probabilities.shape
+        valid = self.rows_valid
+        if valid is None:
+            valid = torch.ones(batch, total, dtype=torch.bool, device=self.probabilities.device)
+        for start in range(0, total, rows):
+            part = self.probabilities[:, :, start : start + rows].float()
+            if normalise == "visual":
+                part = part / part.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+            yield part, valid[:, start : start + rows]
+
+    def joined(self) -> Attention:
+        """Return the rows as they are when there is one head; heads cannot be joined after the softmax."""
+        if self.probabilities.shape[1] != 1:
+            raise PluginContractError("heads can only be joined before the softmax; these probabilities are given")
+        return self
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Where every visual token sits, all [B, N] int64: number of its image (or clip) in the prompt, frame, row, column.
+
+    frames, rows, columns: size of the grid it belongs to. video: bool, whether its image is a clip.
+    """
+
+    image: Tensor
+    frame: Tensor
+    row: Tensor
+    column: Tensor
+    frames: Tensor
+    rows: Tensor
+    columns: Tensor
+    video: Tensor
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Layout:
+        """Return the layout with every tensor changed."""
+        return Layout(*(change(getattr(self, item.name)) for item in dataclasses.fields(self)))
+
+
+@dataclass(frozen=True, eq=False)
+class Text:
+    """Text tokens of the prompt: states [B, T, ...], valid [B, T], after_image [B, T] (after the last visual token)."""
+
+    states: Tensor
+    valid: Tensor
+    after_image: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Paired:
+    """Embeddings of a tower that aligns images and text: image [B, N, E], text [B, M, E], text_valid [B, M]."""
+
+    image: Tensor
+    text: Tensor
+    text_valid: Tensor
 
 
 @dataclass(frozen=True)
@@ -93,38 +324,92 @@ class PruneContext:
     valid: [B, N] bool, False on the padding of rows that have fewer visual tokens.
     ordinal: [B, N] which visual token of its prompt each one is, counted from 0 before anything was dropped.
     seed, salt: what makes `noise` differ between policies and between stages.
+    scores: [B, N] of the stage's scorer, once there are some (-inf on padding).
+    sizes: [B, N] how many tokens each one stands for after merging, or None while all stand for one.
     """
 
     valid: Tensor
     ordinal: Tensor
     seed: int = 0
     salt: int = 0
-    signals: Mapping[str, Any] = field(default_factory=dict)
+    signals: Mapping[Any, Any] = field(default_factory=dict)
+    scores: Tensor | None = None
+    sizes: Tensor | None = None
+    allowed: frozenset[Signal] | None = None
+    _whole: PruneContext | None = None
+    _index: Tensor | None = None
 
-    def _signal(self, name: str) -> Any:
-        if name not in self.signals:
-            raise PluginContractError(
-                f"the signal {name!r} was read but not declared; return Signal({name!r}) from signals()"
-            )
-        return self.signals[name]
+    # -- signals
+
+    def read(self, signal: Signal) -> Any:
+        """Return a declared signal (see `Signal`), cut to the groups where this context is one of groups."""
+        if (self.allowed is not None and signal not in self.allowed) or not self._has(signal):
+            raise PluginContractError(f"the signal {signal.name!r} was read but not declared; return {signal} from signals()")
+        if self._whole is None:
+            return self.signals[signal]
+        return self.cut(self._whole.only(signal).read(signal))
+
+    def _has(self, signal: Signal) -> bool:
+        return signal in self.signals if self._whole is None else self._whole._has(signal)
+
+    def cut(self, value: Any) -> Any:
+        """Return a value of the whole context, cut to the groups."""
+        assert self._index is not None and self._whole is not None
+        if isinstance(value, Tensor):
+            return value.flatten(0, 1)[self._index]
+        if isinstance(value, Layout):
+            return value.map(self.cut)
+        row = torch.div(self._index[:, 0], self._whole.valid.shape[1], rounding_mode="floor")
+        if isinstance(value, Text):
+            return Text(value.states[row], value.valid[row], value.after_image[row])
+        if isinstance(value, Paired):
+            return Paired(self.cut(value.image), value.text[row], value.text_valid[row])
+        raise PluginContractError("attention cannot be read per group; score the whole prompt and use ctx.score(scorer)")
+
+    def only(self, *what: Options | Signal) -> PruneContext:
+        """Return this context as the given options may see it: with the signals they declare and no others."""
+        allowed: set[Signal] = set()
+        for part in what:
+            allowed |= {part} if isinstance(part, Signal) else set(part.needs())
+        return replace(self, allowed=frozenset(allowed))
+
+    def _the(self, name: str) -> Any:
+        """Return the one declared signal of that name, wherever it is read."""
+        there = self.allowed if self.allowed is not None else frozenset(s for s in self.signals if isinstance(s, Signal))
+        found = [signal for signal in there if signal.name == name and signal.of == "visual"]
+        if len(found) > 1:
+            raise PluginContractError(f"{len(found)} signals {name!r} were declared; say which with ctx.read(Signal(...))")
+        return self.read(found[0] if found else Signal(name))  # type: ignore[arg-type]
 
     @property
     def hidden(self) -> Tensor:
-        """[B, N, D] visual tokens as they arrive at the site (residual stream, model dtype)."""
-        tensor: Tensor = self._signal("hidden")
+        """[B, N, D] visual tokens where the declared signal reads them (residual stream, model dtype)."""
+        tensor: Tensor = self._the("hidden")
         return tensor
 
     @property
     def previous_hidden(self) -> Tensor:
         """[B, N, D] the same tokens as they entered the layer before the site."""
-        tensor: Tensor = self._signal("previous_hidden")
+        tensor: Tensor = self._the("previous_hidden")
         return tensor
 
     @property
-    def attention(self) -> AttentionRows:
+    def keys(self) -> Tensor:
+        """[B, N, H, d] keys of the declared attention module."""
+        tensor: Tensor = self._the("keys")
+        return tensor
+
+    @property
+    def attention(self) -> Attention:
         """Attention of the declared query rows over the visual tokens."""
-        rows: AttentionRows = self._signal("attention")
+        rows: Attention = self._the("attention")
         return rows
+
+    @property
+    def layout(self) -> Layout:
+        """Image, frame, row and column of every token."""
+        layout: Layout = self._the("layout")
+        return layout
 
     def noise(self, stream: int = 0) -> Tensor:
         """Return [B, N] float32 uniform noise in (0, 1), a pure function of (seed, salt, stream, ordinal).
@@ -132,6 +417,74 @@ class PruneContext:
         Counter-based, so a row gets the same noise alone, in a batch, in a beam, on CPU and on GPU.
         """
         return counter_noise(self.ordinal, self.seed, self.salt, stream)
+
+    # -- parts
+
+    def score(self, scorer: Scorer) -> Tensor:
+        """Return [B, N] float32 scores of another scorer over the whole prompt, -inf on padding."""
+        if self._whole is not None:
+            scores: Tensor = self.cut(self._whole.score(scorer))
+        else:
+            scores = scorer.score(self.only(scorer))
+            if scores.shape != self.valid.shape:
+                raise PluginContractError(
+                    f"scorer {scorer.name!r} returned shape {tuple(scores.shape)}, not {tuple(self.valid.shape)}"
+                )
+            scores = scores.float()
+        return scores.masked_fill(~self.valid, -torch.inf)
+
+    def number(self, value: Number) -> Tensor:
+        """Return [B] float32: a plain number, or a quantity computed from the tokens of each row."""
+        if isinstance(value, Quantity):
+            return value.of(self)
+        return torch.full(self.valid.shape[:1], float(value), device=self.valid.device)
+
+    def grouped(self, grouping: Grouping) -> PruneContext:
+        """Return the context of the groups, one row each; groups without a token are left out, order is kept."""
+        labels = grouping.labels(self.only(grouping)).masked_fill(~self.valid, -1)
+        batch, tokens = labels.shape
+        most = int(labels.max()) + 1 if labels.numel() else 0
+        row = torch.arange(batch, device=labels.device).unsqueeze(1)
+        label = torch.where(self.valid, row * most + labels, batch * most).flatten()
+        order = label.argsort(stable=True)
+        sizes = torch.bincount(label, minlength=batch * most + 1)[:-1]
+        longest = max(int(sizes.max()) if len(sizes) else 0, 1)
+        starts = sizes.cumsum(0) - sizes
+        there = sizes > 0
+        sizes, starts = sizes[there], starts[there]
+        place = torch.arange(longest, device=labels.device)
+        valid = place < sizes.unsqueeze(1)
+        index = order[(starts.unsqueeze(1) + place).clamp(max=max(len(order) - 1, 0))]
+        index = torch.where(valid, index, index[:, :1])
+        cut = lambda x: None if x is None else x.flatten(0, 1)[index]  # noqa: E731
+        scores = cut(self.scores)
+        return replace(
+            self,
+            valid=valid,
+            ordinal=cut(self.ordinal),
+            scores=None if scores is None else scores.masked_fill(~valid, -torch.inf),
+            sizes=cut(self.sizes),
+            allowed=None,
+            _whole=replace(self, allowed=None),
+            _index=index,
+        )
+
+    def spread(self, values: Tensor, into: Tensor | None = None) -> Tensor:
+        """Return values [G, M, ...] of the groups at their places [B, N, ...] in the context they were made from.
+
+        into: what stands where no group has a token (zeros).
+        """
+        assert self._whole is not None and self._index is not None
+        batch, tokens = self._whole.valid.shape
+        base = values.new_zeros(batch, tokens, *values.shape[2:]) if into is None else into
+        flat = base.flatten(0, 1).index_copy(0, self._index[self.valid], values[self.valid].to(base.dtype))
+        return flat.view_as(base)
+
+    @property
+    def row_of_group(self) -> Tensor:
+        """[G] which row of the context they were made from each group belongs to."""
+        assert self._whole is not None and self._index is not None
+        return torch.div(self._index[:, 0], self._whole.valid.shape[1], rounding_mode="floor")
 
 
 def _i64(value: int) -> int:
@@ -145,7 +498,8 @@ def counter_noise(counter: Tensor, seed: int, salt: int = 0, stream: int = 0) ->
     Steele, Lea, Flood, "Fast splittable pseudorandom number generators" (OOPSLA 2014).
     """
     key = (seed * 0x9E3779B97F4A7C15 + salt * 0xBF58476D1CE4E5B9 + stream * 0x94D049BB133111EB) % (1 << 64)
-    x = counter * _i64(0x9E3779B97F4A7C15) + _i64(key)
+    # The algorithm counts before it mixes; without that the first token of seed 0 would always get the lowest number.
+    x = (counter + 1) * _i64(0x9E3779B97F4A7C15) + _i64(key)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         # torch shifts signed integers arithmetically; the mask makes it the logical shift of the algorithm.
         x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * _i64(factor)
@@ -157,26 +511,41 @@ def counter_noise(counter: Tensor, seed: int, salt: int = 0, stream: int = 0) ->
 class Scorer(Component, ABC):
     """Ranks visual tokens: a higher score stays longer."""
 
-    def signals(self) -> tuple[Signal, ...]:
-        """Return what this scorer reads; the planner refuses a model that cannot provide it."""
-        return ()
-
     @abstractmethod
     def score(self, ctx: PruneContext) -> Tensor:
         """Return [B, N] finite scores, higher = keep. Padding (`~ctx.valid`) may hold anything finite."""
 
 
 class Selector(Component, ABC):
-    """Chooses which tokens stay, given scores and how many."""
+    """Chooses which tokens stay, given scores and how many.
+
+    uses_scores: whether a stage must name a scorer for it. counts_itself: whether it finds out by itself how many stay
+    (a threshold, a cluster radius); such a stage needs no budget, and a budget beside it makes the count exact.
+    """
 
     uses_scores: ClassVar[bool] = True
+    counts_itself: ClassVar[bool] = False
 
     @abstractmethod
     def select(self, scores: Tensor, keep: Tensor, ctx: PruneContext) -> Tensor:
         """Return [B, N] bool with exactly `keep[b]` True among the valid tokens of row b.
 
         scores: [B, N] float32, -inf on padding. keep: [B] int64, between 0 and the row's number of valid tokens.
+        A selector that counts itself may return any number of tokens; `keep` is then what the budget allows at most (all
+        valid tokens where there is none), and the caller makes the count exact.
         """
+
+
+@dataclass(frozen=True, eq=False)
+class Merged:
+    """What a merger leaves: states [B, N, D], which of them continue, and how many tokens each one stands for.
+
+    kept: the kept tokens, and the places of any extra tokens the merger made. sizes: [B, N], or None when it counts none.
+    """
+
+    states: Tensor
+    kept: Tensor
+    sizes: Tensor | None = None
 
 
 class Merger(Component, ABC):
@@ -184,9 +553,85 @@ class Merger(Component, ABC):
 
     changes_states: ClassVar[bool] = True
 
+    def extra(self, alive: Tensor, keep: Tensor) -> Tensor:
+        """Return [B] int64: how many tokens beside the `keep` of `alive` ones it makes (0 by default)."""
+        return torch.zeros_like(keep)
+
     @abstractmethod
-    def merge(self, hidden: Tensor, kept: Tensor, ctx: PruneContext) -> Tensor:
-        """Return [B, N, D]: the states of which the kept rows ([B, N] bool) continue."""
+    def merge(self, hidden: Tensor, kept: Tensor, ctx: PruneContext) -> Merged:
+        """Return the states [B, N, D] of which those marked in `Merged.kept` ([B, N] bool) continue.
+
+        hidden: [B, N, D] states of all tokens alive here. kept: [B, N] bool, what the selector keeps.
+        """
+
+
+class Statistic(Component, ABC):
+    """One number per row, computed from its tokens; any `Number` of a policy may depend on it."""
+
+    @abstractmethod
+    def compute(self, ctx: PruneContext) -> Tensor:
+        """Return [B] float32."""
+
+
+class Grouping(Component, ABC):
+    """Cuts the tokens of a row into groups that are budgeted, selected and merged apart."""
+
+    @abstractmethod
+    def labels(self, ctx: PruneContext) -> Tensor:
+        """Return [B, N] int64, the number >= 0 of each token's group within its row; any number on padding."""
+
+
+@dataclass(frozen=True)
+class Quantity(Options):
+    """A number that depends on the tokens: statistic x times / over + plus, within [min, max].
+
+    steps: pairs [bound, value]; the number is the value of the last bound the statistic reaches, and the first value
+    below all of them. They replace the line.
+    """
+
+    statistic: Statistic
+    times: float = 1.0
+    over: float = 1.0
+    plus: float = 0.0
+    min: float | None = None
+    max: float | None = None
+    steps: tuple[tuple[float, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.over == 0:
+            raise ValueError("over divides and cannot be 0")
+        if self.steps and list(self.steps) != sorted(self.steps, key=lambda step: step[0]):
+            raise ValueError(f"steps go from the lowest bound to the highest, not {self.steps}")
+
+    def of(self, ctx: PruneContext) -> Tensor:
+        """Return [B] float32."""
+        x = self.statistic.compute(ctx.only(self)).float()
+        if self.steps:
+            value = torch.full_like(x, self.steps[0][1])
+            for bound, step in self.steps:
+                value = torch.where(x >= bound, step, value)
+        else:
+            value = x * (self.times / self.over) + self.plus
+        return value.clamp(self.min, self.max) if self.min is not None or self.max is not None else value
+
+
+Number = float | int | Quantity
+"""A plain number, or a `Quantity`."""
+
+
+@dataclass(frozen=True)
+class Tower:
+    """What a plan must know about a vision tower.
+
+    depth: number of layers. cls: tokens at the start of each image that are no patches. merge: adjacent patches that the
+    projector joins into one visual token. tokenwise: whether the projector treats every visual token by itself, so that it
+    may run on some of them.
+    """
+
+    depth: int
+    cls: int = 0
+    merge: int = 1
+    tokenwise: bool = True
 
 
 class Adapter(ABC):
@@ -194,12 +639,14 @@ class Adapter(ABC):
 
     name: the word shown to users. model_types: `config.model_type` values served. An adapter with no model types is a
     fallback: it is asked for any model that no other adapter names.
-    signals: names of the signals (`Signal.name`) the family can provide.
+    signals: names of the signals (`Signal.name`) the family can provide from its decoder.
     """
 
     name: ClassVar[str]
     model_types: ClassVar[frozenset[str]] = frozenset()
-    signals: ClassVar[frozenset[str]] = frozenset({"hidden", "previous_hidden", "attention"})
+    signals: ClassVar[frozenset[str]] = frozenset(
+        {"hidden", "previous_hidden", "keys", "values", "attention", "layout", "paired"}
+    )
 
     @abstractmethod
     def check(self, config: Any) -> None:
@@ -236,6 +683,27 @@ class Adapter(ABC):
     @abstractmethod
     def spans(self, config: Any, inputs: Mapping[str, Any]) -> list[tuple[TokenSpan, ...]]:
         """Return, per row of the batch, the images and clips with their token grids (used for pictures and scopes)."""
+
+    # -- the vision side; a family whose tower the engine cannot read leaves these as they are
+
+    def tower(self, config: Any) -> Tower | None:
+        """Return the shape of the vision tower, or None when signals of it cannot be read."""
+        return None
+
+    def tower_layers(self, model: nn.Module) -> Sequence[nn.Module]:
+        """Return the layers of the vision tower in order."""
+        raise NotImplementedError
+
+    def projector(self, model: nn.Module) -> nn.Module:
+        """Return the module that takes the tower's features (`vision.output`) to the width of the decoder."""
+        raise NotImplementedError
+
+    def tower_order(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor | None:
+        """Return, per visual token in prompt order, its place among the tower's own tokens; None where they are the same.
+
+        Places count visual tokens (after `Tower.merge`) over all images of the batch; a tower with windows permutes them.
+        """
+        return None
 
     @classmethod
     def summary(cls) -> str:

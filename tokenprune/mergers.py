@@ -9,7 +9,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from tokenprune.hookspecs import hookimpl
-from tokenprune.interfaces import Merger, PruneContext
+from tokenprune.interfaces import Merged, Merger, PruneContext
 
 __all__ = ["Drop"]
 
@@ -21,9 +21,9 @@ class Drop(Merger):
     name: ClassVar[str] = "drop"
     changes_states: ClassVar[bool] = False
 
-    def merge(self, hidden: Tensor, kept: Tensor, ctx: PruneContext) -> Tensor:
-        """Return `hidden`."""
-        return hidden
+    def merge(self, hidden: Tensor, kept: Tensor, ctx: PruneContext) -> Merged:
+        """Return `hidden` as it is."""
+        return Merged(hidden, kept)
 
 
 @hookimpl

@@ -17,7 +17,8 @@ from tokenprune.flops import LayerShape, kv_bytes, layer_flops, paper_macs
 from tokenprune.interfaces import Adapter, Merger, Scorer, Selector
 from tokenprune.plugins import Registry, registry
 from tokenprune.policy import Policy
-from tokenprune.tokens import Budget, Signal
+from tokenprune.budget import Budget
+from tokenprune.tokens import Signal
 
 __all__ = ["Cost", "Plan", "PlannedStage", "adapter_for", "plan"]
 
@@ -110,7 +111,7 @@ def adapter_for(config: Any, plugins: Registry | None = None) -> Adapter:
 
     Raises UnsupportedModelError with the reason when none does.
     """
-    entries = (plugins or registry()).adapters.values()
+    entries = (plugins or registry()).of("adapter").values()
     model_type = getattr(config, "model_type", "") or type(config).__name__
     named: list[Adapter] = [entry.cls() for entry in entries if model_type in entry.cls.model_types]
     fallback: list[Adapter] = [entry.cls() for entry in entries if not entry.cls.model_types]

@@ -24,15 +24,22 @@ import pluggy
 
 from tokenprune import hookspecs
 from tokenprune.errors import PluginError, did_you_mean
-from tokenprune.interfaces import Adapter, Merger, Scorer, Selector
+from tokenprune.interfaces import Adapter, Grouping, Merger, Scorer, Selector, Statistic
 
 __all__ = ["Entry", "Failure", "Registry", "load_registry", "registry"]
 
 DISTRIBUTION = "tokenprune-vlm"
 GROUP = "tokenprune"
 SWITCH = "TOKENPRUNE_PLUGINS"
-CORE = ("tokenprune.selectors", "tokenprune.mergers")
-KINDS: dict[str, type] = {"scorer": Scorer, "selector": Selector, "merger": Merger, "adapter": Adapter}
+CORE = ("tokenprune.selectors", "tokenprune.mergers", "tokenprune.groupings")
+KINDS: dict[str, type] = {
+    "scorer": Scorer,
+    "selector": Selector,
+    "merger": Merger,
+    "statistic": Statistic,
+    "grouping": Grouping,
+    "adapter": Adapter,
+}
 _NAME = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 
 
@@ -63,10 +70,8 @@ class Failure:
 class Registry:
     """All that plugins offer, by kind and name."""
 
-    scorers: dict[str, Entry] = field(default_factory=dict)
-    selectors: dict[str, Entry] = field(default_factory=dict)
-    mergers: dict[str, Entry] = field(default_factory=dict)
-    adapters: dict[str, Entry] = field(default_factory=dict)
+    entries: dict[str, dict[str, Entry]] = field(default_factory=lambda: {kind: {} for kind in KINDS})
+    """By kind, then by name."""
     policy_dirs: list[tuple[Path, str]] = field(default_factory=list)
     """Directories of policy files, with the distribution each came from."""
     plugins: list[tuple[str, str]] = field(default_factory=list)
@@ -75,9 +80,8 @@ class Registry:
     manager: pluggy.PluginManager = field(default_factory=lambda: pluggy.PluginManager(GROUP))
 
     def of(self, kind: str) -> Mapping[str, Entry]:
-        """Return the entries of a kind: scorer, selector, merger or adapter."""
-        entries: Mapping[str, Entry] = getattr(self, f"{kind}s")
-        return entries
+        """Return the entries of a kind: scorer, selector, merger, statistic, grouping or adapter."""
+        return self.entries[kind]
 
     def get(self, kind: str, name: str) -> Entry:
         """Return the entry; raise PluginError, naming what there is, when there is none."""
@@ -176,7 +180,7 @@ def _add(found: Registry, module: ModuleType, name: str, distribution: str) -> N
                 f"two plugins register a {entry.kind} named {entry.name!r}: {other.module} of {other.distribution} and "
                 f"{entry.module} of {entry.distribution}; uninstall one, or leave it out with {SWITCH}"
             )
-        getattr(found, f"{entry.kind}s")[entry.name] = entry
+        found.entries[entry.kind][entry.name] = entry
     found.plugins.append((name, distribution))
 
 

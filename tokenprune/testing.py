@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from tokenprune import compat
-from tokenprune.interfaces import PruneContext
+from tokenprune.interfaces import AttentionRows, Layout, Paired, PruneContext, Text
 from tokenprune.policy import Policy
 from tokenprune.report import Report
 from tokenprune.session import compress
+from tokenprune.tokens import Signal
 
-__all__ = ["check_policy", "hidden_columns", "make_context"]
+__all__ = ["Signals", "check_policy", "grid_layout", "hidden_columns", "make_context"]
 
 
 @contextmanager
@@ -128,22 +129,98 @@ def _alive(report: Report, inputs: Mapping[str, Any]) -> Tensor:
     return alive
 
 
+class Signals(Mapping[Signal, Any]):
+    """Answers every signal of a name with the same value, so that a plugin can be tried whatever site it reads.
+
+    values: by name (`hidden`), or by `Signal` where two of one name must differ.
+    """
+
+    def __init__(self, values: Mapping[Any, Any]) -> None:
+        self.values_by = dict(values)
+
+    def __getitem__(self, signal: Signal) -> Any:
+        if signal in self.values_by:
+            return self.values_by[signal]
+        return self.values_by[signal.name if signal.of == "visual" else f"text_{signal.name}"]
+
+    def __contains__(self, signal: object) -> bool:
+        try:
+            self[signal]  # type: ignore[index]
+        except (KeyError, AttributeError):
+            return False
+        return True
+
+    def __iter__(self) -> Iterator[Signal]:
+        return iter(key if isinstance(key, Signal) else Signal(key) for key in self.values_by if "text_" not in str(key))
+
+    def __len__(self) -> int:
+        return len(self.values_by)
+
+
 def make_context(
     rows: int = 2,
     tokens: int = 24,
     width: int = 16,
     *,
     counts: tuple[int, ...] | None = None,
+    grid: tuple[int, int, int] | None = None,
     seed: int = 0,
     **signals: Any,
 ) -> PruneContext:
-    """Return a context with random `hidden` and `previous_hidden` (and the given signals) to try a plugin on.
+    """Return a context with random signals of every name (and the given ones instead) to try a plugin on.
 
-    counts: visual tokens per row, at most `tokens`; shorter rows are padded on the right.
+    counts: visual tokens per row, at most `tokens`; shorter rows are padded on the right. grid: (frames, rows, columns) of
+    the one image or clip that every row shows, in raster order; one line of tokens by default. signals: by name, such as
+    `hidden=...`; the text tokens are `text_hidden` and `text_keys`.
     """
     generator = torch.Generator().manual_seed(seed)
     counts = counts or (tokens,) * rows
     valid = torch.arange(tokens) < torch.tensor(counts).unsqueeze(1)
-    made = {name: torch.randn(rows, tokens, width, generator=generator) for name in ("hidden", "previous_hidden")}
     ordinal = torch.arange(tokens).expand(rows, -1)
-    return PruneContext(valid, ordinal, seed=seed, signals={**made, **signals})
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    heads, texts = 2, 6
+    words = torch.ones(rows, texts, dtype=torch.bool)
+    after = torch.arange(texts).expand(rows, -1) >= 2
+    start = 3
+    made: dict[str, Any] = {
+        "hidden": noise(rows, tokens, width),
+        "previous_hidden": noise(rows, tokens, width),
+        "keys": noise(rows, tokens, heads, 8),
+        "values": noise(rows, tokens, heads, 8),
+        "layout": grid_layout(ordinal, grid or (1, 1, tokens)),
+        "attention": AttentionRows(
+            queries=noise(rows, 2 * heads, texts - 2, 8),
+            keys=noise(rows, heads, tokens + texts + start, 8),
+            bias=None,
+            columns=torch.arange(start, start + tokens).expand(rows, -1),
+            rows_valid=torch.ones(rows, texts - 2, dtype=torch.bool),
+            scaling=8**-0.5,
+            columns_valid=valid,
+            row_positions=torch.arange(start + tokens, start + tokens + texts - 2).expand(rows, -1),
+            column_positions=torch.arange(start, start + tokens).expand(rows, -1),
+            rope_base=1e4,
+        ),
+        "paired": Paired(noise(rows, tokens, 8), noise(rows, 2, 8), torch.ones(rows, 2, dtype=torch.bool)),
+        "text_hidden": Text(noise(rows, texts, width), words, after),
+        "text_keys": Text(noise(rows, texts, heads, 8), words, after),
+    }
+    return PruneContext(valid, ordinal, seed=seed, signals=Signals({**made, **signals}))
+
+
+def grid_layout(ordinal: Tensor, grid: tuple[int, int, int]) -> Layout:
+    """Return the layout of one image or clip of `grid` (frames, rows, columns) in raster order; `ordinal`: [B, N]."""
+    frames, rows, columns = grid
+    sizes = [torch.full_like(ordinal, size) for size in grid]
+    return Layout(
+        image=torch.zeros_like(ordinal),
+        frame=ordinal // (rows * columns),
+        row=ordinal // columns % rows,
+        column=ordinal % columns,
+        frames=sizes[0],
+        rows=sizes[1],
+        columns=sizes[2],
+        video=sizes[0] > 1,
+    )

@@ -1,4 +1,4 @@
-"""Frozen data about visual tokens: where they are cut (`Site`), how many stay (`Budget`), what the model can tell about them.
+"""Frozen data about visual tokens: where they are (`TokenSpan`), where they are cut (`Site`), what can be read (`Signal`).
 
 Nothing here knows transformers, a method or a model family.
 """
@@ -9,9 +9,9 @@ import math
 import re
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Literal
+from typing import Any, Literal
 
-__all__ = ["Budget", "Signal", "Site", "TokenSpan", "exact_floor"]
+__all__ = ["Query", "Signal", "Site", "TokenSpan"]
 
 Modality = Literal["image", "video"]
 
@@ -33,31 +33,57 @@ class TokenSpan:
             raise ValueError(f"grid {self.grid} does not multiply to {len(self.positions)} tokens")
 
 
-_SITE = re.compile(r"llm\.layers\.(?:(?P<index>-?\d+)|(?P<percent>\d+(?:\.\d+)?)%)")
+_SITE = re.compile(r"(?P<part>vision|llm|decode)\.layers\.(?:(?P<index>-?\d+)|(?P<percent>\d+(?:\.\d+)?)%)")
+_ORDER = {"vision.output": 0, "projector.output": 1, "llm.input": 2}
 
 
 @dataclass(frozen=True)
 class Site:
-    """A place where tokens leave: they are the tokens that ENTER this decoder layer.
+    """A place in the model: where tokens leave, or where a signal is read.
 
-    `llm.layers.<k>` counts from 0, negative from the end, and `25%` is a share of the depth, so that one policy serves
-    models of different depth. `llm.input` is the merged text and vision sequence before layer 0.
+    | site | tokens leave | signal read there |
+    |---|---|---|
+    | `vision.layers.<k>` | never | what layer k of the vision tower computes: its attention, keys, values and its output |
+    | `vision.output` | before the projector, which then runs on the kept ones only | what enters the projector |
+    | `projector.output` | before decoder layer 0 | what leaves the projector |
+    | `llm.input` | before decoder layer 0, text visible | the merged text and vision sequence |
+    | `llm.layers.<k>` | those that ENTER decoder layer k | tokens entering layer k |
+    | `decode.layers.<k>` | at every decoding step, from the view of decoder layers >= k; the cache keeps them | |
+
+    `<k>` counts from 0, negative from the end, and `25%` is a share of the depth, so that one policy serves models of
+    different depth.
     """
 
     text: str
 
     def __post_init__(self) -> None:
-        if self.text != "llm.input" and not _SITE.fullmatch(self.text):
+        match = _SITE.fullmatch(self.text)
+        if self.text not in _ORDER and not match:
             raise ValueError(
-                f"{self.text!r} is not a site; possible are 'llm.input' and 'llm.layers.<k>' "
+                f"{self.text!r} is not a site; possible are 'vision.output', 'projector.output', 'llm.input', "
+                "'llm.layers.<k>', 'decode.layers.<k>' and, to read a signal, 'vision.layers.<k>', "
                 "with <k> a 0-based layer, a negative one (-1 is the last) or a share of the depth (25%)"
             )
-        match = _SITE.fullmatch(self.text)
         if match and match["percent"] is not None and float(match["percent"]) >= 100:
             raise ValueError(f"{self.text!r}: a share of the depth is below 100%")
 
+    @property
+    def part(self) -> str:
+        """The part of the model it belongs to: `vision`, `projector`, `llm` or `decode`."""
+        return self.text.partition(".")[0]
+
+    @property
+    def is_layer(self) -> bool:
+        """Whether it names a layer of its part."""
+        return self.text not in _ORDER
+
+    @property
+    def before_decoder(self) -> int:
+        """Order of the sites before decoder layer 0; 3 for sites at decoder layers."""
+        return _ORDER.get(self.text, 3)
+
     def layer(self, depth: int) -> int:
-        """Return the 0-based decoder layer this site stands before, in a model of `depth` layers.
+        """Return the 0-based layer of its part, which has `depth` layers; 0 for sites before the decoder.
 
         Raises ValueError when the model has no such layer. A share is rounded to the nearest layer, halves up.
         """
@@ -69,68 +95,61 @@ class Site:
         index = int(match["index"])
         layer = index + depth if index < 0 else index
         if not 0 <= layer < depth:
-            raise ValueError(f"the model has {depth} decoder layers (0 to {depth - 1}), no layer {index}")
+            kind = "vision" if self.part == "vision" else "decoder"
+            raise ValueError(f"the model has {depth} {kind} layers (0 to {depth - 1}), no layer {index}")
         return layer
 
     def __str__(self) -> str:
         return self.text
 
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
+        """Read an option of this type from its text."""
+        from pydantic_core import core_schema
 
-def exact_floor(n: int, ratio: float) -> int:
-    """Return floor(n * ratio) on the decimal number as written: the one rounding rule of the project.
-
-    Binary floats would make 100 * 0.29 one too small; published counts (288, 86, 161, 40, 28) are exact floors.
-    """
-    return math.floor(n * Fraction(repr(ratio)))
+        return core_schema.no_info_after_validator_function(cls, core_schema.str_schema(strict=True))
 
 
-@dataclass(frozen=True)
-class Budget:
-    """How many visual tokens of one prompt stay at a stage: exactly one of `keep_ratio` and `keep_tokens`.
-
-    keep_ratio: share that stays, in [0, 1], of the tokens `alive` at the site or of the `original` ones.
-    keep_tokens: number that stays. A prompt with fewer keeps all it has.
-    min_tokens: never fewer than this (the released V2Drop code keeps one token even at ratio 0).
-    """
-
-    keep_ratio: float | None = None
-    keep_tokens: int | None = None
-    of: Literal["alive", "original"] = "alive"
-    min_tokens: int = 0
-
-    def __post_init__(self) -> None:
-        if (self.keep_ratio is None) == (self.keep_tokens is None):
-            raise ValueError("a budget states exactly one of keep_ratio and keep_tokens")
-        if self.keep_ratio is not None and not 0 <= self.keep_ratio <= 1:
-            raise ValueError(f"keep_ratio is the share that stays, in [0, 1], not {self.keep_ratio}")
-        if self.keep_tokens is not None and self.keep_tokens < 0:
-            raise ValueError(f"keep_tokens is a number of tokens, not {self.keep_tokens}")
-        if self.min_tokens < 0:
-            raise ValueError(f"min_tokens is a number of tokens, not {self.min_tokens}")
-        if self.keep_tokens is not None and self.of == "original":
-            raise ValueError("'of: original' belongs to keep_ratio; keep_tokens is a number and takes no base")
-
-    def count(self, alive: int, original: int) -> int:
-        """Return how many of `alive` tokens stay, out of `original` that entered the model."""
-        if self.keep_tokens is not None:
-            wanted = self.keep_tokens
-        else:
-            assert self.keep_ratio is not None
-            wanted = exact_floor(original if self.of == "original" else alive, self.keep_ratio)
-        return min(max(wanted, self.min_tokens), alive)
+Query = Literal["last", "text", "after_image", "visual", "through_image", "all", "cls"]
 
 
 @dataclass(frozen=True)
 class Signal:
-    """Something a scorer reads from the model, computed by the engine only when a scorer asks for it.
+    """Something a plugin reads from the model, computed by the engine only when a plugin declares it.
 
-    name: `hidden` (tokens at the site), `previous_hidden` (the same tokens entering the layer before) or `attention`
-        (probabilities of query rows over visual keys). An adapter lists the names it can provide.
-    query: rows of `attention`: `last` prompt token, all `text` tokens, or the `after_image` ones.
-    layer: whose queries and keys: the `previous` layer (already computed) or `this` one, which the tokens are about to
-        enter (its projections run once more for it).
+    name: one of
+
+        | name | what `ctx.read(signal)` returns |
+        |---|---|
+        | `hidden` | [B, N, D] token states |
+        | `previous_hidden` | [B, N, D] the same tokens as they entered the layer before |
+        | `keys`, `values` | [B, N, H, d] of an attention module, as its kernel received them |
+        | `attention` | an `Attention`: probabilities of query rows over visual keys |
+        | `layout` | a `Layout`: image, frame, row and column of every token |
+        | `paired` | a `Paired`: image and text embeddings of a tower that aligns them (CLIP), given by the user |
+
+    at: where it is read; None is where the stage acts. Only `vision.layers.<k>`, `vision.output`, `projector.output` and
+        `llm.input` can be read from elsewhere.
+    of: `visual` tokens, or the `text` ones (`hidden` and `keys`: then a `Text`).
+    query: rows of `attention`: the `last` prompt token, all `text`, text `after_image`, the `visual` ones, everything
+        `through_image` (up to the last visual token), `all`; in a vision tower `cls` or `all`.
+    layer: for `attention`, `keys` and `values` of the decoder: the `previous` layer (already computed) or `this` one, which
+        the tokens are about to enter (its projections run once more for it).
+    rope: False reads queries and keys as they are before the rotary embedding (the projections run once more for it).
+    norm: True passes `hidden` through the final norm of the decoder.
+    probes: 0, or how many query rows to take at most: the most recent half, and the rest spread over the others.
     """
 
-    name: Literal["hidden", "previous_hidden", "attention"]
-    query: Literal["last", "text", "after_image"] = "last"
+    name: Literal["hidden", "previous_hidden", "keys", "values", "attention", "layout", "paired"]
+    at: Site | None = None
+    of: Literal["visual", "text"] = "visual"
+    query: Query = "last"
     layer: Literal["previous", "this"] = "previous"
+    rope: bool = True
+    norm: bool = False
+    probes: int = 0
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it is read where the stage acts."""
+        return self.at is None
