@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import bed
 import pytest
 import torch
 import torch.nn.functional as F
@@ -68,30 +70,22 @@ class CountSdpa(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.fixture(scope="module")
-def deep_llava() -> Any:
-    """A LLaVA of 32 layers, for which published policies are written."""
-    import transformers as T
-
-    torch.manual_seed(0)
-    config = T.LlavaConfig(
-        vision_config=zoo.clip(), text_config=zoo.text("llama", num_hidden_layers=32), image_token_index=zoo.IMAGE
-    )
-    return T.LlavaForConditionalGeneration(config).eval()
-
-
 @pytest.mark.parametrize("name", [info.name for info in list_policies()])
-def test_every_policy_runs_on_the_flash_kernel_alone(name: str, deep_llava: Any) -> None:
+def test_every_policy_runs_on_the_flash_kernel_alone(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Inside the context any other kernel raises, so each layer's attention really ran on the flash kernel."""
-    inputs = {k: v[:1] for k, v in zoo.ZOO["llava"].inputs(1).items()}
+    monkeypatch.chdir(tmp_path)
     policy = Policy.load(name)
+    model, inputs = bed.for_policy(policy)
+    extra = bed.resources(policy, model, tmp_path)
     flash = sdpa_kernel(SDPBackend.FLASH_ATTENTION)
-    with torch.no_grad(), flash, CountSdpa() as calls, compress(deep_llava, policy) as session:
-        deep_llava(**inputs)
-    layers = calls.queries[-32:]
-    text = inputs["input_ids"].shape[1] - 16
-    assert layers == [n + text for n in session.report.entering[0]]
-    assert len(session.report.stages) == len(policy.stages)
+    with torch.no_grad(), flash, CountSdpa() as calls, compress(model, policy, **extra) as session:
+        model(**inputs)
+    entering = session.report.entering[0]
+    text = inputs["input_ids"].shape[1] - session.report.visual_tokens[0]
+    assert calls.queries[-len(entering) :] == [n + text for n in entering]
+    assert len(session.report.stages) == len(session.plan.prefill_stages)
 
 
 def test_the_flash_context_refuses_other_kernels() -> None:

@@ -14,7 +14,9 @@ from tokenprune.interfaces import Adapter, AttentionRows, PruneContext
 from tokenprune.policy import Policy
 from tokenprune.selectors import TopK
 from tokenprune.session import compress
+from tokenprune.testing import Signals
 from tokenprune.budget import Budget
+
 
 class AddingLayer(nn.Module):
     """The stand-in of the golden files: adds the row of its table that belongs to the token's original position."""
@@ -145,7 +147,7 @@ def test_fastv(hyper: dict[str, Any], given: dict[str, Tensor]) -> None:
     probabilities = next(everything.blocks())[0][0, :, 0]
     torch.testing.assert_close(probabilities, given["expected/attn_last_row"], rtol=1e-4, atol=1e-5)
     context = PruneContext(
-        torch.ones(1, count, dtype=torch.bool), torch.arange(count)[None], signals={"attention": rows}
+        torch.ones(1, count, dtype=torch.bool), torch.arange(count)[None], signals=Signals({"attention": rows})
     )
     assert stage.scorer is not None
     scores = stage.scorer.score(context)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import bed
 import pytest
 import torch
 import transformers
-import zoo
 
 from tokenprune.plan import plan
 from tokenprune.policy import Policy, PolicyInfo, list_policies
@@ -29,18 +31,27 @@ def test_file_is_complete_and_reads_back(info: PolicyInfo) -> None:
 
 
 @pytest.mark.parametrize("info", INFOS, ids=IDS)
-def test_runs_on_a_tiny_model_of_the_depth_it_is_written_for(info: PolicyInfo) -> None:
-    depth = 28 if "qwen2-vl" in info.name else 32
-    torch.manual_seed(0)
-    config = transformers.LlavaConfig(
-        vision_config=zoo.clip(), text_config=zoo.text("llama", num_hidden_layers=depth), image_token_index=zoo.IMAGE
-    )
-    model = transformers.LlavaForConditionalGeneration(config).eval()
-    with torch.no_grad(), compress(model, info.name) as session:
-        model(**zoo.ZOO["llava"].inputs(1))
-    out = [stage.tokens_out[0] for stage in session.report.stages]
-    assert tuple(out) == session.plan.counts(16)
-    assert out[-1] < 16
+def test_runs_in_a_batch_on_a_model_of_the_depth_it_is_written_for(
+    info: PolicyInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two prompts, the second one padded and later: what is kept of the first is what is kept of it alone."""
+    monkeypatch.chdir(tmp_path)
+    policy = Policy.load(info.name)
+    model, inputs = bed.for_policy(policy, rows=2)
+    extra = bed.resources(policy, model, tmp_path)
+    with torch.no_grad(), compress(model, policy, **extra) as session:
+        logits = model(**inputs).logits
+        together = session.report
+        model(**{name: value[: len(value) // 2] for name, value in inputs.items()})
+        alone = session.report
+    assert logits.isfinite().all()
+    decided, visual = session.plan.depends_on_data, together.visual_tokens[0]
+    for stage, planned in zip(
+        together.stages, session.plan.counts(visual, together.prompt_tokens[0] - visual), strict=True
+    ):
+        assert (stage.tokens_out[0] <= planned) if decided else (stage.tokens_out[0] == planned)
+    for row, single in zip(together.stages, alone.stages, strict=True):
+        assert row.kept[0].tolist() == single.kept[0].tolist()
 
 
 PUBLISHED = {

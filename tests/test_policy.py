@@ -135,13 +135,18 @@ def test_schema_lists_every_component_and_forbids_other_keys() -> None:
     assert schema["required"] == ["name", "stages"] and stage["required"] == ["at"]
     for kind in ("scorer", "selector", "merger"):
         forms = stage["properties"][kind]["anyOf"]
-        words = {form["const"] for form in forms if "const" in form}
-        assert words == set(registry().of(kind))
+        short = {form["const"] for form in forms if "const" in form}
+        assert short | {form["properties"]["name"]["const"] for form in forms if "const" not in form} == set(
+            registry().of(kind)
+        )
         for form in forms:
             if "const" not in form:
                 assert form["additionalProperties"] is False
                 entry = registry().of(kind)[form["properties"]["name"]["const"]]
-                assert set(form["properties"]) == {"name", *(field.name for field in dataclasses.fields(entry.cls))}
+                assert set(form["properties"]) == {
+                    "name",
+                    *(field.name.removesuffix("_") for field in dataclasses.fields(entry.cls)),
+                }
 
 
 def test_listing_shows_every_file_once() -> None:

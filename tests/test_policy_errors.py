@@ -8,8 +8,14 @@ import pytest
 
 from tokenprune.errors import PolicyError
 from tokenprune.plan import plan
+from tokenprune.plugins import registry
 from tokenprune.policy import Policy
 
+SCORERS = ", ".join(sorted(registry().of("scorer")))
+ATTENTION = "from, heads, layer, normalise, pool_queries, probes, query, rope, rope_prior, rows"
+POLICY = (
+    "average_tokens, modality, name, paper, positions, prefill_flops, proportional_attention, seed, stages, summary"
+)
 HEAD = "name: mine\nstages:\n"
 
 
@@ -23,32 +29,34 @@ def errors(tmp_path: Path, text: str | bytes) -> str:
 
 CASES = {
     HEAD + "  - at: llm.layers.2\n    scorer: {name: attention, head: max}\n    budget: {keep_ratio: 0.5}\n": (
-        "mine.yaml:4:31: stages[0].scorer.head: 'attention' has no option 'head'; it takes heads, layer, query. "
-        "Did you mean 'heads'?"
+        "mine.yaml:4:31: stages[0].scorer.head: 'attention' has no option 'head'; "
+        f"it takes {ATTENTION}. Did you mean 'heads'?"
     ),
     HEAD + "  - at: llm.layers.2\n    scorer: variatoin\n    budget: {keep_ratio: 0.5}\n": (
-        "mine.yaml:4:13: stages[0].scorer: no scorer named 'variatoin'; there are attention, random, uniform, variation. "
-        "Did you mean 'variation'?"
+        "mine.yaml:4:13: stages[0].scorer: no scorer named 'variatoin'; "
+        f"there are {SCORERS}. Did you mean 'variation'?"
     ),
     HEAD + "  - at: llm.layers.two\n    scorer: variation\n    budget: {keep_ratio: 0.5}\n": (
-        "mine.yaml:3:9: stages[0].at: 'llm.layers.two' is not a site; possible are 'llm.input' and 'llm.layers.<k>' with <k> "
-        "a 0-based layer, a negative one (-1 is the last) or a share of the depth (25%)"
+        "mine.yaml:3:9: stages[0].at: 'llm.layers.two' is not a site; possible are 'vision.output', "
+        "'projector.output', 'llm.input', 'llm.layers.<k>', 'decode.layers.<k>' and, to read a signal, 'vision.layers.<k>', with "
+        "<k> a 0-based layer, a negative one (-1 is the last) or a share of the depth (25%)"
     ),
     HEAD + "  - at: llm.layers.2\n    scorer: variation\n    budget: {keep_ratio: 1.5}\n": (
-        "mine.yaml:5:26: stages[0].budget.keep_ratio: input should be less than or equal to 1, not 1.5"
+        "mine.yaml:5:26: stages[0].budget.keep_ratio: keep_ratio is the share that stays, in [0, 1], not 1.5"
     ),
     HEAD + "  - at: llm.layers.2\n    scorer: variation\n    budget: {keep_tokens: '64'}\n": (
-        "mine.yaml:5:27: stages[0].budget.keep_tokens: input should be a valid integer, not '64'"
+        "mine.yaml:5:27: stages[0].budget.keep_tokens: input should be a valid number, not '64'"
     ),
     HEAD + "  - at: llm.layers.2\n    scorer: variation\n    budget: {keep_ratio: .nan}\n": (
-        "mine.yaml:5:26: stages[0].budget.keep_ratio: input should be a finite number, not nan"
+        "mine.yaml:5:26: stages[0].budget.keep_ratio: keep_ratio is the share that stays, in [0, 1], not nan"
     ),
     HEAD + "  - at: llm.layers.2\n    scorer: variation\n    budget: {keep_ratio: 0.5, keep_tokens: 3}\n": (
         "mine.yaml:5:13: stages[0].budget: a budget states exactly one of keep_ratio and keep_tokens"
     ),
     HEAD + "  - at: llm.layers.2\n    scorer: on\n    budget: {keep_ratio: 0.5}\n": (
         "mine.yaml:4:13: stages[0].scorer: a scorer is a word or {name: word, option: value}, not True (a bare on, off, yes or "
-        "no is read as true or false: quote it); there are attention, random, uniform, variation"
+        "no is read as true or false: quote it); "
+        f"there are {SCORERS}"
     ),
     HEAD + "  - at: yes\n    scorer: variation\n    budget: {keep_ratio: 0.5}\n": (
         "mine.yaml:3:9: stages[0].at: input should be a valid string, not True (a bare on, off, yes or no is read as true or "
@@ -63,7 +71,8 @@ CASES = {
         "policy"
     ),
     HEAD + "  - at: llm.layers.2\n    budget: {keep_ratio: 0.5}\n": (
-        "mine.yaml:3:5: stages[0]: selector 'topk' needs a scorer; there are attention, random, uniform, variation"
+        "mine.yaml:3:5: stages[0]: selector 'topk' needs a scorer; "
+        f"there are {SCORERS}"
     ),
     HEAD + "  - at: llm.layers.2\n    scorer: variation\n    selector: stride\n    budget: {keep_ratio: 0.5}\n": (
         "mine.yaml:4:13: stages[0].scorer: scorer is ignored by selector 'stride'; leave one of them out"
@@ -73,7 +82,7 @@ CASES = {
         "mine.yaml:5:48: stages[0].selector.temperature: input should be greater than or equal to 0, not -1"
     ),
     HEAD + "  - at: llm.layers.2\n    scorer: variation\n    budgets: {keep_ratio: 0.5}\n    budget: {keep_ratio: 0.5}\n": (
-        "mine.yaml:5:5: stages[0].budgets: a stage has no key 'budgets'; it takes at, budget, merger, scorer, selector. "
+        "mine.yaml:5:5: stages[0].budgets: a stage has no key 'budgets'; it takes at, budget, merger, refresh, scorer, selector. "
         "Did you mean 'budget'?"
     ),
     "name: mine\naverage_tokens: 10\n" + HEAD[len("name: mine\n") :]
@@ -83,8 +92,8 @@ CASES = {
     HEAD + "  - at: llm.layers.2\n    at: llm.layers.3\n": "mine.yaml:4:5: the key 'at' stands twice in this mapping",
     "name: mine\nstage:\n  - at: llm.input\n": (
         "mine.yaml:1:1: 'stages' is missing\n"
-        "mine.yaml:2:1: stage: a policy has no key 'stage'; it takes average_tokens, name, paper, seed, stages, summary. "
-        "Did you mean 'stages'?"
+        "mine.yaml:2:1: stage: a policy has no key 'stage'; "
+        f"it takes {POLICY}. Did you mean 'stages'?"
     ),
     "name: mine\non: 3\nstages: []\n": (
         "mine.yaml:2:1: 'on' is not a word and cannot be a key (quote it if it is meant as one)"
@@ -130,12 +139,12 @@ def test_all_errors_of_a_file_at_once_in_order(tmp_path: Path) -> None:
          "Did you mean 'v2drop-llava-1.5-7b-192'?"),
         ("nowhere/x.yaml", "nowhere/x.yaml: there is no such file"),
         (Path("tests"), "tests: this is a directory; name a policy file in it"),
-        ("fastv?sed=3", "?sed=3: sed: a policy has no key 'sed'; it takes average_tokens, name, paper, seed, stages, "
-         "summary. Did you mean 'seed'?"),
+        ("fastv?sed=3", "?sed=3: sed: a policy has no key 'sed'; "
+         f"it takes {POLICY}. Did you mean 'seed'?"),
         ("fastv?seed", "?seed: an override is written key=value, for example seed=3 or scorer=random"),
         ("fastv?stages.4.at=llm.input", "?stages.4.at=llm.input: stages has no 4; it has 1 entries"),
-        ("fastv?scorer.query=all", "?scorer.query=all: stages[0].scorer.query: input should be 'last', 'text' or "
-         "'after_image', not 'all'"),
+        ("fastv?scorer.query=most", "?scorer.query=most: stages[0].scorer.query: input should be 'last', 'text', "
+         "'after_image', 'raters', 'visual', 'through_image', 'all' or 'cls', not 'most'"),
         (3, "no policy named '3'; `tokenprune list` shows them."),
         ("z" * 300, f"no policy named '{'z' * 300}'; `tokenprune list` shows them."),  # longer than a file name can be
     ],
@@ -176,9 +185,9 @@ PLANNING = {
         "layer 0; use llm.layers.1 or later"
     ),
     HEAD + "  - {at: llm.layers.3, scorer: variation, budget: {keep_ratio: 0.5}}\n"
-    "  - {at: llm.layers.10%, scorer: variation, budget: {keep_ratio: 0.5}}\n": (
-        "mine.yaml:4:10: stages[1].at: llm.layers.10% is decoder layer 3, but stages[0] already acts at layer 3 "
-        "(llm.layers.3); stages go forward, one per layer"
+    "  - {at: llm.layers.5%, scorer: variation, budget: {keep_ratio: 0.5}}\n": (
+        "mine.yaml:4:10: stages[1].at: llm.layers.5% is decoder layer 2, but stages[0] already acts at layer 3 "
+        "(llm.layers.3); stages go forward, and one of them acts while decoding"
     ),
     HEAD + "  - {at: llm.layers.3, scorer: variation, budget: {keep_tokens: 10}}\n"
     "  - {at: llm.layers.4, scorer: variation, budget: {keep_tokens: 10}}\n": (
@@ -186,7 +195,7 @@ PLANNING = {
     ),
     "average_tokens: 20\n" + HEAD + "  - {at: llm.layers.3, scorer: variation}\n": (
         "mine.yaml:1:17: average_tokens: 20 cannot be reached with 576 visual tokens: keeping none at the open stages still "
-        "averages 54.0; move the first stage to an earlier layer"
+        "gives 54; move the first stage to an earlier layer"
     ),
 }  # fmt: skip
 

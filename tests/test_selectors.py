@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
+from test_scorers import one_row
 from torch import Tensor
 
+from tokenprune.decision import select_exactly
 from tokenprune.interfaces import PruneContext, Selector
 from tokenprune.plugins import registry
 from tokenprune.selectors import GumbelTopK, Stride, TopK
@@ -18,26 +21,30 @@ SELECTORS = sorted(registry().of("selector"))
 
 
 def make(name: str) -> Selector:
-    selector: Selector = registry().of("selector")[name].cls()
+    selector: Selector = registry().of("selector")[name].cls.example()
     return selector
 
 
 def scored(counts: tuple[int, ...], seed: int = 0, ties: bool = False) -> tuple[Tensor, PruneContext]:
-    ctx = make_context(len(counts), max(counts), counts=counts, seed=seed)
+    ctx = make_context(
+        len(counts), max(counts), counts=counts, seed=seed, grid=(1, 4, 5) if max(counts) == 20 else None
+    )
     scores = torch.randn(ctx.valid.shape, generator=torch.Generator().manual_seed(seed))
     if ties:
         scores = (scores * 2).round()
-    return scores.masked_fill(~ctx.valid, -torch.inf), ctx
+    scores = scores.masked_fill(~ctx.valid, -torch.inf)
+    return scores, replace(ctx, scores=scores)
 
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("name", SELECTORS)
 def test_keeps_exactly_the_count_and_never_padding(name: str, seed: int) -> None:
+    """Through the door every selector goes: one that counts itself is topped up or trimmed to the budget."""
     rng = random.Random(seed)
     counts = (*(rng.randint(0, 20) for _ in range(4)), 20)
-    scores, ctx = scored(counts, seed, ties=seed % 2 == 0)
+    _, ctx = scored(counts, seed, ties=seed % 2 == 0)
     keep = torch.tensor([rng.randint(0, n) for n in counts])
-    kept = make(name).select(scores, keep, ctx)
+    kept = select_exactly(make(name), keep, ctx)
     assert kept.dtype == torch.bool and kept.shape == ctx.valid.shape
     assert torch.equal(kept.sum(1), keep)
     assert not (kept & ~ctx.valid).any()
@@ -45,9 +52,9 @@ def test_keeps_exactly_the_count_and_never_padding(name: str, seed: int) -> None
 
 @pytest.mark.parametrize("name", SELECTORS)
 def test_keep_none_and_keep_all(name: str) -> None:
-    scores, ctx = scored((7, 20))
-    assert not make(name).select(scores, torch.tensor([0, 0]), ctx).any()
-    assert torch.equal(make(name).select(scores, torch.tensor([7, 20]), ctx), ctx.valid)
+    _, ctx = scored((7, 20))
+    assert not select_exactly(make(name), torch.tensor([0, 0]), ctx).any()
+    assert torch.equal(select_exactly(make(name), torch.tensor([7, 20]), ctx), ctx.valid)
 
 
 @pytest.mark.parametrize("name", SELECTORS)
@@ -57,7 +64,7 @@ def test_a_row_alone_equals_the_row_in_a_batch(name: str) -> None:
     keep = torch.tensor([4, 11, 2])
     together = make(name).select(scores, keep, ctx)
     for row, n in enumerate(counts):
-        alone = PruneContext(ctx.valid[row : row + 1, :n], ctx.ordinal[row : row + 1, :n], ctx.seed, ctx.salt)
+        alone = replace(one_row(ctx, row, n), scores=scores[row : row + 1, :n])
         got = make(name).select(scores[row : row + 1, :n], keep[row : row + 1], alone)
         assert torch.equal(got[0], together[row, :n])
 

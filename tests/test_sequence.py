@@ -103,7 +103,7 @@ def test_visuals_follow_the_view(seed: int) -> None:
             [p for p, k in zip(view.index[b, visuals.slots[b]].tolist(), kept[b], strict=True) if k]
             for b in range(rows)
         ]
-        visuals, (view, _) = visuals.narrow(kept, counts, keep), view.narrow(keep, [int(n) for n in keep.sum(1)])
+        (visuals, _), (view, _) = visuals.narrow(kept, counts, keep), view.narrow(keep, [int(n) for n in keep.sum(1)])
         assert listed(view.index.gather(1, visuals.slots), visuals.valid) == expected
         ordinals = [[originals[b].index(p) for p in row] for b, row in enumerate(expected)]
         assert listed(visuals.ordinal, visuals.valid) == ordinals

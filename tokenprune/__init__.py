@@ -1,8 +1,8 @@
 """Compress the visual tokens of large vision-language models.
 
 >>> import tokenprune
->>> tokenprune.Policy.load("v2drop-llava-1.5-7b-192").stages[0].budget
-Budget(keep_ratio=0.5, keep_tokens=None, of='alive', rounding='floor', min_tokens=0, max_tokens=None, multiple_of=1, per=None, quota=None)
+>>> tokenprune.Policy.load("v2drop-llava-1.5-7b-192").stages[0].budget.keep_ratio
+0.5
 """
 
 from tokenprune.budget import Budget, Quota

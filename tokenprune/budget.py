@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Literal, overload
@@ -105,7 +106,7 @@ class Quota(Options):
         mean = total / size.clamp(min=1)
         if self.weight == "mean":
             return mean.clamp(min=0)
-        top = torch.full((rows,), -torch.inf, device=mean.device).index_reduce_(0, row, mean, "amax")
+        top = torch.full((rows,), -torch.inf, device=mean.device).scatter_reduce_(0, row, mean, "amax")
         power = ((mean - top[row]) / self.temperature).exp()
         groups = torch.zeros(rows, device=mean.device).index_add_(0, row, torch.ones_like(power))
         power = power / torch.zeros(rows, device=mean.device).index_add_(0, row, power)[row]
@@ -123,7 +124,9 @@ class Quota(Options):
             left = keep - torch.zeros_like(keep).index_add_(0, row, wanted.floor().long())
             return torch.minimum(wanted.floor().long() + self._next(first, left.clamp(min=0), row), size)
         order = first
-        while True:  # a round gives every group with room one token, so it ends after as many rounds as the largest group
+        while (
+            True
+        ):  # a round gives every group with room one token, so it ends after as many rounds as the largest group
             left = keep - torch.zeros_like(keep).index_add_(0, row, given)
             room = given < size
             there = torch.zeros(rows, dtype=torch.long, device=row.device).index_add_(0, row, room.long())
@@ -232,7 +235,8 @@ class Budget(Options):
             wanted = ctx.number(self.keep_tokens).double().floor().long()
         elif isinstance(self.keep_ratio, Quantity):
             ratio = ctx.number(self.keep_ratio).double().clamp(0, 1)
-            wanted = _ROUND[self.rounding](base * ratio + 1e-9).long()
+            # Statistics are float32: a share of exactly 0.7 must still be 56 of 80.
+            wanted = _ROUND[self.rounding](base * ratio + 1e-6 * base).long()
         else:
             assert self.keep_ratio is not None
             wanted = _rounded(base, _ratio(self.keep_ratio), self.rounding)
@@ -241,9 +245,9 @@ class Budget(Options):
         return torch.minimum(wanted.clamp(min=self.min_tokens, max=self.max_tokens), alive)
 
 
-_ROUND = {
+_ROUND: dict[str, Callable[[Tensor], Tensor]] = {
     "floor": torch.floor,
     "half_even": torch.round,
     "half_up": lambda x: torch.floor(x + 0.5),
-    "ceil": lambda x: torch.ceil(x - 2e-9),
+    "ceil": lambda x: torch.ceil(x - 2e-6 * x.abs()),
 }

@@ -6,6 +6,7 @@ and cropped together with keys and values, and two requests can never see each o
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +16,26 @@ from tokenprune import compat
 from tokenprune.errors import SessionError, UnsupportedCacheError
 from tokenprune.sequence import Slots
 
-__all__ = ["compact", "slots_of"]
+__all__ = ["Watched", "compact", "slots_of"]
+
+
+@dataclass(frozen=True, eq=False)
+class Watched:
+    """What a decoding stage remembers from step to step.
+
+    visual: [B, L] bool over logical positions. counts: visual tokens per row. scores: [B, N] of the step before.
+    hidden: [B, L] bool, what its view left out.
+    """
+
+    visual: Tensor
+    counts: tuple[int, ...]
+    scores: Tensor | None = None
+    hidden: Tensor | None = None
+
+    def rows(self, index: Tensor) -> Watched:
+        """Return it for the given rows of the batch."""
+        scores, hidden = (None if x is None else x[index] for x in (self.scores, self.hidden))
+        return Watched(self.visual[index], tuple(self.counts[row] for row in index.tolist()), scores, hidden)
 
 
 class _Compact:
@@ -23,6 +43,7 @@ class _Compact:
 
     slots: Slots | None
     armed: Slots | None
+    watched: Watched | None = None
     keys: Any
     values: Any
     cumulative_length: int
@@ -51,7 +72,7 @@ class _Compact:
     def reset(self) -> None:
         """Forget everything."""
         super().reset()  # type: ignore[misc]
-        self.slots = self.armed = None
+        self.slots = self.armed = self.watched = None
 
     def crop(self, tokens: int) -> None:
         """Forget logical positions at the end (assisted decoding); the argument is read as transformers reads it."""
@@ -83,6 +104,8 @@ class _Compact:
     def _rows(self, index: Tensor) -> None:
         if self.slots is not None:
             self.slots = self.slots.rows(index)
+        if self.watched is not None:
+            self.watched = self.watched.rows(index.to(self.watched.visual.device))
 
 
 class CompactLayer(_Compact, compat.DynamicLayer):  # type: ignore[misc]

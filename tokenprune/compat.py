@@ -31,6 +31,7 @@ __all__ = [
     "crop_length",
     "is_compiled",
     "mask_form",
+    "rope_base",
     "tokens_seen",
     "transformers_version",
 ]
@@ -84,6 +85,13 @@ def mask_form(config: Any) -> str:
     return {"eager": "float", "flex_attention": "block"}.get(kernel, "bool")
 
 
+def rope_base(config: Any) -> float | None:
+    """Return the base of the rotary frequencies of a text configuration, if it states one."""
+    parameters = getattr(config, "rope_parameters", None)
+    found = getattr(config, "rope_theta", None) or (parameters or {}).get("rope_theta")
+    return float(found) if isinstance(found, int | float) else None
+
+
 class AttentionCall:
     """What the attention kernel of one module was called with."""
 
@@ -93,10 +101,17 @@ class AttentionCall:
         self.module = module
         self.query: Tensor = given["query"]
         self.key: Tensor = given["key"]
+        self.value: Tensor | None = given.get("value")
         self.mask: Tensor | None = given.get("attention_mask")
         scaling = given.get("scaling")
         self.scaling: float = scaling if scaling is not None else self.query.shape[-1] ** -0.5
         self.softcap: float | None = given.get("softcap")
+        self._packed: Tensor | None = given.get("cu_seq_lens_q")
+
+    @property
+    def boundaries(self) -> list[int] | None:
+        """Where packed sequences begin and end (flash kernels of towers with images of any size), or None."""
+        return None if self._packed is None else self._packed.tolist()
 
 
 Tap = Callable[[AttentionCall], None]

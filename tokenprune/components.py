@@ -55,7 +55,9 @@ def build(kind: str, data: Any) -> Any:
     if not isinstance(options, dict) or not isinstance(options.get("name"), str):
         there = ", ".join(sorted(registry().of(kind)))
         given = shown(data) + _bare_word(data)
-        raise Faults([Fault((), f"a {kind} is a word or {{name: word, option: value}}, not {given}; there are {there}")])
+        raise Faults(
+            [Fault((), f"a {kind} is a word or {{name: word, option: value}}, not {given}; there are {there}")]
+        )
     options = dict(options)
     try:
         entry = registry().get(kind, options.pop("name"))
@@ -64,7 +66,7 @@ def build(kind: str, data: Any) -> Any:
     return check(entry.cls, options, f"{entry.name!r} has no option")
 
 
-def check(cls: type[Any], data: Mapping[str, Any], unknown: str) -> Any:
+def check(cls: Any, data: Mapping[str, Any], unknown: str) -> Any:
     """Return the dataclass `cls` made from its options as plain data; raise Faults. unknown: begins the message on a key."""
     try:
         written = json.dumps(data)
@@ -80,7 +82,7 @@ def check(cls: type[Any], data: Mapping[str, Any], unknown: str) -> Any:
 
 
 @cache
-def _reader(cls: type[Any]) -> TypeAdapter[Any]:
+def _reader(cls: Any) -> TypeAdapter[Any]:
     return TypeAdapter(cls)
 
 
@@ -100,7 +102,10 @@ def faults(error: ValidationError, data: Any, takes: Sequence[str], unknown: str
         elif item["type"] == "missing":
             yield Fault(at, f"{rest[-1] if rest else item['loc'][-1]!r} is missing")
         elif item["type"] == "value_error":
-            yield Fault(at, str(item["ctx"]["error"]))
+            message = str(item["ctx"]["error"])
+            word = message.partition(" ")[0]  # a check of the whole that begins with the name of the option it is about
+            inside = _at(data, at)
+            yield Fault((*at, word) if isinstance(inside, Mapping) and word in inside else at, message)
         elif at not in seen:  # a field that takes several types names every one of them
             seen.add(at)
             text = item["msg"]
@@ -113,15 +118,21 @@ def _follow(data: Any, loc: tuple[str | int, ...]) -> tuple[Location, Location]:
     at: list[str | int] = []
     rest: list[str | int] = []
     for step in loc:
-        if isinstance(data, Mapping) and step in data:
-            data, rest = data[step], []
-            at.append(step)
-        elif isinstance(data, list | tuple) and isinstance(step, int) and step < len(data):
+        inside = step in data if isinstance(data, Mapping) else False
+        if isinstance(step, int) and isinstance(data, list | tuple):
+            inside = step < len(data)
+        if inside:
             data, rest = data[step], []
             at.append(step)
         else:
             rest.append(step)
     return tuple(at), tuple(rest)
+
+
+def _at(data: Any, at: Location) -> Any:
+    for step in at:
+        data = data[step]
+    return data
 
 
 def _nested(kind: str) -> Any:

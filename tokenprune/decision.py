@@ -26,13 +26,20 @@ class Parts(Protocol):
     """What a decision needs of a stage."""
 
     @property
-    def scorer(self) -> Scorer | None: ...
+    def scorer(self) -> Scorer | None:
+        """How tokens are ranked."""
+
     @property
-    def selector(self) -> Selector: ...
+    def selector(self) -> Selector:
+        """Which stay."""
+
     @property
-    def merger(self) -> Merger: ...
+    def merger(self) -> Merger:
+        """What becomes of the rest."""
+
     @property
-    def budget(self) -> Budget | None: ...
+    def budget(self) -> Budget | None:
+        """How many stay."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,18 +78,20 @@ def decide(
     means that it does not hold; the default checks at once. where: names the stage in messages.
     """
     require = require or _at_once
-    if parts.scorer is not None:
-        scores = ctx.score(parts.scorer)
-        finite = (scores.isfinite() | ~ctx.valid).all()
-        require(finite, f"scorer {parts.scorer.name!r} returned a score that is not finite at {where}")
-        ctx = replace(ctx, scores=scores)
     budget = parts.budget
-    group = ctx.grouped(budget.per) if budget is not None and budget.per is not None else ctx
-    if keep is None:
-        keep = _budgeted(budget, group, original)
-    selected = _select(parts, group, budget, keep, original, require, where)
+    # Scores are float32 whatever the caller's autocast says: a threshold or a tie must not depend on it.
+    with torch.no_grad(), torch.autocast(ctx.valid.device.type, enabled=False):
+        if parts.scorer is not None:
+            scores = ctx.score(parts.scorer)
+            finite = (scores.isfinite() | ~ctx.valid).all()
+            require(finite, f"scorer {parts.scorer.name!r} returned a score that is not finite at {where}")
+            ctx = replace(ctx, scores=scores)
+        group = ctx.grouped(budget.per) if budget is not None and budget.per is not None else ctx
+        if keep is None:
+            keep = _budgeted(budget, group, original)
+        selected = _select(parts, group, budget, keep, original, require, where)
     kept, states, sizes = selected, None, None
-    if hidden is not None and parts.merger.changes_states:
+    if hidden is not None and parts.merger.changes_states:  # with gradients: a merged state is part of the model
         kept, states, sizes = _merge(parts.merger, group, ctx, selected, hidden, require, where)
     elif group is not ctx:
         kept = group.spread(selected)

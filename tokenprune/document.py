@@ -194,5 +194,6 @@ def place(marks: Mapping[Location, Problem], location: Location, message: str) -
 
 
 def dotted(location: Location) -> str:
+    """Return a location as messages show it: `stages[0].budget`."""
     text = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in location)
     return text.removeprefix(".")

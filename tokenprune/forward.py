@@ -1,4 +1,4 @@
-"""The state of one forward pass of the text model: what is alive, and everything cut to it once for all layers.
+"""The state of one forward pass: what is alive, what was captured, and everything cut to it once for all layers.
 
 It is made when the text model starts and dies after its last layer; nothing of it outlives the pass but what the cache
 holds. It registers no hook.
@@ -7,17 +7,19 @@ holds. It registers no hook.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from tokenprune import compat
+from tokenprune.compat import AttentionCall
 from tokenprune.errors import InputError, UnsupportedModelError
-from tokenprune.interfaces import AttentionRows
+from tokenprune.interfaces import AttentionRows, Layout
 from tokenprune.report import StageRecord
 from tokenprune.sequence import Slots, View, Visuals, cut_mask, take
+from tokenprune.tokens import Signal
+from tokenprune.vision import Vision
 
 __all__ = ["Forward"]
 
@@ -34,13 +36,29 @@ class Forward:
     logical: Tensor | None = None
     padding: Tensor | None = None
     previous: Tensor | None = None
-    attention: AttentionRows | None = None
+    """States as they entered the layer before, in the view, where the next stage compares with them."""
+    captured: dict[Signal, Any] = field(default_factory=dict)
+    """What was read on the way for the stages to come: per visual token alive, or once for the whole prompt."""
+    vision: Vision | None = None
+    layout: Layout | None = None
+    """[B, N] of the visual tokens before anything was dropped."""
+    sizes: Tensor | None = None
+    """[B, N] tokens each visual token alive stands for."""
+    renumbers: bool = False
+    weighs: bool = False
+    prompts: Tensor | None = None
+    """[B, Q] token ids, where the caller gave them."""
+    looked: AttentionCall | None = None
+    """The kernel call of a decoding step that tells where the new token looks."""
+    hidden: Tensor | None = None
+    """[B, L] logical positions that later layers do not see in this decoding step."""
     texts: tuple[int, ...] = ()
+    left: list[tuple[int, ...]] = field(default_factory=list)
+    """Per stage so far, how many visual tokens each row had left."""
     records: list[StageRecord] = field(default_factory=list)
     is_visual: Tensor | None = None
     memo: dict[tuple[Any, ...], tuple[tuple[Any, ...], Any]] = field(default_factory=dict)
     cuts: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
-    _untap: Callable[[], None] | None = None
 
     def once(self, compute: Callable[[], Any], what: Any, *objects: Any) -> Any:
         """Return `compute()`, once per value of `what` and set of objects: layers that share a view share what is cut."""
@@ -86,10 +104,44 @@ class Forward:
         keep &= torch.zeros_like(keep, dtype=torch.uint8).scatter_add_(1, self.visuals.slots, leaving) == 0
         lost = [before - after for before, after in zip(self.visuals.counts, counts, strict=True)]
         self.view, order = view.narrow(keep, [n - less for n, less in zip(view.counts, lost, strict=True)])
-        self.visuals = self.visuals.narrow(kept, counts, keep)
+        self.visuals, old = self.visuals.narrow(kept, counts, keep)
+        self.captured = {signal: _gathered(value, old) for signal, value in self.captured.items()}
+        self.sizes = None if self.sizes is None else self.sizes.gather(1, old)
+        self.previous = None if self.previous is None else take(self.previous, order, 1)
         self.memo.clear()
         self.cuts.clear()
         return take(states, order, 1)
+
+    def forget(self) -> None:
+        """Let go of what was captured for the stages that have just acted."""
+        self.previous = None
+        self.captured = {signal: value for signal, value in self.captured.items() if not signal.is_here}
+
+    def real(self) -> Tensor:
+        """Return [B, P] bool: slots of the view that hold a token which is not padding."""
+        assert self.is_visual is not None
+        real = self.padding if self.padding is not None else torch.ones_like(self.is_visual)
+        if self.view is None:
+            return real
+        real = real.gather(1, self.view.index)
+        return real if self.view.alive is None else real & self.view.alive
+
+    def log_sizes(self) -> Tensor | None:
+        """Return [B, P]: logarithm of how many tokens each slot of the view stands for."""
+        if self.sizes is None or not self.weighs:
+            return None
+        assert self.visuals is not None and self.view is not None
+
+        def lay() -> Tensor:
+            visuals = self.visuals
+            assert visuals is not None and self.view is not None and self.sizes is not None
+            rows, slots = self.view.index.shape
+            there = torch.zeros(rows, slots + 1, device=visuals.slots.device)
+            at = visuals.slots.masked_fill(~visuals.valid, slots)
+            return there.scatter_(1, at, self.sizes.clamp(min=1).log())[:, :slots]
+
+        laid: Tensor = self.once(lay, "sizes")
+        return laid
 
     # -- cutting
 
@@ -126,16 +178,33 @@ class Forward:
                 return self.once(lambda: take(value, view.index, 1), "tokens", value)
         return value
 
+    def new_ids(self, past: Slots | None) -> Tensor:
+        """Return [B, P] renumbered position ids of the view: counted on from what the layer's cache holds."""
+
+        def count() -> Tensor:
+            if self.is_visual is None:  # a decoding step, or text after the prompt: every token of it is real
+                ahead = torch.arange(self.length, device=past.positions.device if past is not None else None)
+                ahead = ahead.expand(self.rows, -1)
+            else:
+                ahead = (self.real().long().cumsum(1) - 1).clamp(min=0)
+            start = 0 if past is None or past.next_id is None else past.next_id.unsqueeze(1)
+            return ahead + start
+
+        ids: Tensor = self.once(count, "new ids", past)
+        return ids
+
     def extended(self, past: Slots | None, device: torch.device) -> Slots:
         """Return `past` with the alive positions of this chunk, one object for all layers that share `past`."""
 
         def extend() -> Slots:
             view, before = self.view, past if past is not None else Slots.full(self.rows, 0, device)
+            counts = before.next_id is not None or (self.renumbers and view is not None)
+            next_id = self.new_ids(past)[:, -1] + 1 if counts else None
             if view is None:
                 new = torch.arange(self.length, device=device).expand(self.rows, -1)
-                return before.extend(new + before.length, self.length)
+                return before.extend(new + before.length, self.length, None, next_id)
             dead = None if view.alive is None else ~view.alive
-            return before.extend(view.index + before.length, self.length, dead)
+            return before.extend(view.index + before.length, self.length, dead, next_id, self.log_sizes())
 
         slots: Slots = self.once(extend, "slots", past)
         return slots
@@ -164,71 +233,15 @@ class Forward:
         cut: Tensor | None = self.once(build, ("mask", window), mask, keys)
         return cut
 
-    # -- attention
 
-    def tap(self, module: nn.Module, look: Callable[[compat.AttentionCall], None]) -> None:
-        """Look at the next kernel call of `module`."""
-        self.untap()
-        self._untap = compat.attention_taps.set(module, look)
-
-    def untap(self) -> None:
-        """Stop looking."""
-        if self._untap is not None:
-            self._untap()
-            self._untap = None
-
-    def read_attention(self, call: compat.AttentionCall, query: str) -> None:
-        """Keep the query rows a scorer asked for, and a reference to the keys."""
-        assert self.visuals is not None
-        rows, valid = self.query_rows(query)
-        past = call.key.shape[-2] - call.query.shape[-2]
-        self.attention = AttentionRows(
-            queries=take(call.query, rows, 2),
-            keys=call.key,
-            bias=_bias(call, rows, past),
-            columns=self.visuals.slots + past,
-            rows_valid=valid,
-            scaling=call.scaling,
-            softcap=call.softcap,
+def _gathered(value: Any, order: Tensor) -> Any:
+    """Return what was captured per visual token, for those that `order` [B, N'] names."""
+    if isinstance(value, AttentionRows):
+        at = value.column_positions
+        return replace(
+            value,
+            columns=value.columns.gather(1, order),
+            columns_valid=None if value.columns_valid is None else value.columns_valid.gather(1, order),
+            column_positions=None if at is None else at.gather(1, order),
         )
-
-    def query_rows(self, query: str) -> tuple[Tensor, Tensor]:
-        """Return ([B, R] slots in the view, [B, R] validity) of the query rows named by `query`."""
-        assert self.is_visual is not None
-        real = self.padding if self.padding is not None else torch.ones_like(self.is_visual)
-        wanted, counts = real & ~self.is_visual, self.texts
-        if query == "last":
-            wanted, counts = real & (_from_the_right(real) == 1), (1,) * self.rows
-        elif query == "after_image":
-            wanted = wanted & (_from_the_right(self.is_visual) == 0)
-            counts = tuple(wanted.sum(dim=1).tolist())
-        if self.view is not None:
-            wanted = wanted.gather(1, self.view.index)
-            if self.view.alive is not None:
-                wanted = wanted & self.view.alive
-        found = Visuals.of(wanted, counts)
-        return found.slots, found.valid
-
-
-def _from_the_right(mask: Tensor) -> Tensor:
-    """Return [B, Q]: how many are True from each position to the end of the row."""
-    return mask.long().flip(1).cumsum(1).flip(1)
-
-
-def _bias(call: compat.AttentionCall, rows: Tensor, past: int) -> Tensor | None:
-    """Return the additive mask [B or 1, 1 or H, R, K] of the query rows, in the kernel's own terms."""
-    keys = call.key.shape[-2]
-    if call.mask is not None and call.mask.ndim == 4:
-        cut = take(call.mask[..., :keys], rows, 2)
-        return cut if cut.dtype != torch.bool else _additive(cut)
-    if not getattr(call.module, "is_causal", True):
-        return None
-    allowed = torch.arange(keys, device=rows.device) <= (rows + past).unsqueeze(-1)  # [B, R, K]
-    if call.mask is not None:  # the 2-D mask of a flash kernel
-        allowed = allowed & call.mask[:, None, :keys].bool()
-    return _additive(allowed.unsqueeze(1))
-
-
-def _additive(allowed: Tensor) -> Tensor:
-    # Not -inf: a row that sees nothing must stay finite.
-    return torch.zeros(allowed.shape, device=allowed.device).masked_fill(~allowed, torch.finfo(torch.float32).min)
+    return take(value, order, 1) if isinstance(value, Tensor) else value

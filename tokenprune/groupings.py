@@ -133,7 +133,9 @@ def dense(valid: Tensor, *labels: Tensor) -> Tensor:
     for label in labels:
         inside = label.masked_fill(~valid, 0)
         combined = combined * (inside.max() + 1 if inside.numel() else 1) + inside
-    return torch.unique(combined.masked_fill(~valid, 0), return_inverse=True)[1]
+    made = torch.zeros_like(combined)
+    made[valid] = torch.unique(combined[valid], return_inverse=True)[1]
+    return made
 
 
 @hookimpl

@@ -13,7 +13,7 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -59,7 +59,7 @@ class Options:
 
     def children(self) -> Iterator[Options]:
         """Yield the options held by the fields of this one."""
-        for item in dataclasses.fields(self):  # type: ignore[arg-type]
+        for item in dataclasses.fields(self) if dataclasses.is_dataclass(self) else ():
             value = getattr(self, item.name)
             for part in value if isinstance(value, tuple) else (value,):
                 if isinstance(part, Options):
@@ -89,7 +89,7 @@ class Component(Options):
         return (cls.__doc__ or "").strip().partition("\n")[0]
 
     @classmethod
-    def example(cls) -> Self:
+    def example(cls) -> Any:
         """Return an instance to try in tests and docs; one whose options have no defaults says here what to take."""
         return cls()
 
@@ -344,7 +344,9 @@ class PruneContext:
     def read(self, signal: Signal) -> Any:
         """Return a declared signal (see `Signal`), cut to the groups where this context is one of groups."""
         if (self.allowed is not None and signal not in self.allowed) or not self._has(signal):
-            raise PluginContractError(f"the signal {signal.name!r} was read but not declared; return {signal} from signals()")
+            raise PluginContractError(
+                f"the signal {signal.name!r} was read but not declared; return {signal} from signals()"
+            )
         if self._whole is None:
             return self.signals[signal]
         return self.cut(self._whole.only(signal).read(signal))
@@ -364,7 +366,9 @@ class PruneContext:
             return Text(value.states[row], value.valid[row], value.after_image[row])
         if isinstance(value, Paired):
             return Paired(self.cut(value.image), value.text[row], value.text_valid[row])
-        raise PluginContractError("attention cannot be read per group; score the whole prompt and use ctx.score(scorer)")
+        raise PluginContractError(
+            "attention cannot be read per group; score the whole prompt and use ctx.score(scorer)"
+        )
 
     def only(self, *what: Options | Signal) -> PruneContext:
         """Return this context as the given options may see it: with the signals they declare and no others."""
@@ -375,10 +379,14 @@ class PruneContext:
 
     def _the(self, name: str) -> Any:
         """Return the one declared signal of that name, wherever it is read."""
-        there = self.allowed if self.allowed is not None else frozenset(s for s in self.signals if isinstance(s, Signal))
+        there = (
+            self.allowed if self.allowed is not None else frozenset(s for s in self.signals if isinstance(s, Signal))
+        )
         found = [signal for signal in there if signal.name == name and signal.of == "visual"]
         if len(found) > 1:
-            raise PluginContractError(f"{len(found)} signals {name!r} were declared; say which with ctx.read(Signal(...))")
+            raise PluginContractError(
+                f"{len(found)} signals {name!r} were declared; say which with ctx.read(Signal(...))"
+            )
         return self.read(found[0] if found else Signal(name))  # type: ignore[arg-type]
 
     @property
@@ -442,7 +450,7 @@ class PruneContext:
     def grouped(self, grouping: Grouping) -> PruneContext:
         """Return the context of the groups, one row each; groups without a token are left out, order is kept."""
         labels = grouping.labels(self.only(grouping)).masked_fill(~self.valid, -1)
-        batch, tokens = labels.shape
+        batch = labels.shape[0]
         most = int(labels.max()) + 1 if labels.numel() else 0
         row = torch.arange(batch, device=labels.device).unsqueeze(1)
         label = torch.where(self.valid, row * most + labels, batch * most).flatten()
@@ -456,14 +464,13 @@ class PruneContext:
         valid = place < sizes.unsqueeze(1)
         index = order[(starts.unsqueeze(1) + place).clamp(max=max(len(order) - 1, 0))]
         index = torch.where(valid, index, index[:, :1])
-        cut = lambda x: None if x is None else x.flatten(0, 1)[index]  # noqa: E731
-        scores = cut(self.scores)
+        scores = None if self.scores is None else self.scores.flatten()[index]
         return replace(
             self,
             valid=valid,
-            ordinal=cut(self.ordinal),
+            ordinal=self.ordinal.flatten()[index],
             scores=None if scores is None else scores.masked_fill(~valid, -torch.inf),
-            sizes=cut(self.sizes),
+            sizes=None if self.sizes is None else self.sizes.flatten()[index],
             allowed=None,
             _whole=replace(self, allowed=None),
             _index=index,
@@ -676,6 +683,10 @@ class Adapter(ABC):
     def attention(self, layer: nn.Module) -> nn.Module:
         """Return the self-attention module of a decoder layer (the one that calls the attention kernel)."""
 
+    def final_norm(self, model: nn.Module) -> nn.Module:
+        """Return the norm after the last decoder layer (for signals with `norm`)."""
+        raise NotImplementedError
+
     @abstractmethod
     def visual_mask(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor | None:
         """Return [B, Q] bool, True on visual tokens, from the keyword inputs of a forward pass; None if it cannot tell."""
@@ -684,11 +695,23 @@ class Adapter(ABC):
     def spans(self, config: Any, inputs: Mapping[str, Any]) -> list[tuple[TokenSpan, ...]]:
         """Return, per row of the batch, the images and clips with their token grids (used for pictures and scopes)."""
 
+    def renumbers(self, config: Any) -> str:
+        """Return why `positions: renumber` is impossible in this family, or an empty string."""
+        return f"adapter {self.name!r} does not say how its positions are encoded"
+
+    def rotary(self, model: nn.Module) -> nn.Module | None:
+        """Return the module that makes (cos, sin) of position ids, called with states and ids; None without one."""
+        return None
+
     # -- the vision side; a family whose tower the engine cannot read leaves these as they are
 
     def tower(self, config: Any) -> Tower | None:
         """Return the shape of the vision tower, or None when signals of it cannot be read."""
         return None
+
+    def tower_module(self, model: nn.Module) -> nn.Module:
+        """Return the vision tower: the module that is called once for all images, or once per image."""
+        raise NotImplementedError
 
     def tower_layers(self, model: nn.Module) -> Sequence[nn.Module]:
         """Return the layers of the vision tower in order."""
@@ -698,10 +721,15 @@ class Adapter(ABC):
         """Return the module that takes the tower's features (`vision.output`) to the width of the decoder."""
         raise NotImplementedError
 
-    def tower_order(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor | None:
-        """Return, per visual token in prompt order, its place among the tower's own tokens; None where they are the same.
+    def tower_grids(self, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[tuple[int, int, int], ...]:
+        """Return (frames, rows, columns) of visual tokens of every image, from the named inputs of the tower."""
+        raise NotImplementedError
 
-        Places count visual tokens (after `Tower.merge`) over all images of the batch; a tower with windows permutes them.
+    def tower_order(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor | None:
+        """Return [T] the place of every visual token, in the order of the placeholders, among the tower's own.
+
+        None where they are the same. Places count visual tokens (after `Tower.merge`) over all images of the call; a tower
+        with windows permutes them. `inputs`: the named inputs of the tower.
         """
         return None
 

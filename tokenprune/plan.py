@@ -12,13 +12,17 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from tokenprune.budget import Budget
 from tokenprune.errors import PolicyError, Problem, UnsupportedModelError, first_sentence
 from tokenprune.flops import LayerShape, kv_bytes, layer_flops, paper_macs
-from tokenprune.interfaces import Adapter, Merger, Scorer, Selector
+from tokenprune.interfaces import Adapter, Merger, Scorer, Selector, Tower
 from tokenprune.plugins import Registry, registry
-from tokenprune.policy import Policy
-from tokenprune.budget import Budget
-from tokenprune.tokens import Signal
+from tokenprune.policy import Policy, Refresh, Stage
+from tokenprune.tokens import Signal, Site
+
+Solver = Callable[[int, int, tuple[int, ...]], tuple[tuple[int, int], ...]]
 
 __all__ = ["Cost", "Plan", "PlannedStage", "adapter_for", "plan"]
 
@@ -30,15 +34,34 @@ class PlannedStage:
     number: int
     site: str
     layer: int
+    at: Site
     scorer: Scorer | None
     selector: Selector
     merger: Merger
     budget: Budget | None
+    refresh: Refresh | None
     signals: tuple[Signal, ...]
 
-    def signal(self, name: str) -> Signal | None:
-        """Return the declared signal of that name."""
-        return next((signal for signal in self.signals if signal.name == name), None)
+    @property
+    def is_planned(self) -> bool:
+        """Whether its count follows from the number of tokens alone."""
+        return not self.selector.counts_itself and (self.budget is None or self.budget.is_plain)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it acts while decoding and not in the prefill."""
+        return self.at.part == "decode"
+
+    def keep(self, alive: int, original: int, ratio: float) -> int:
+        """Return how many tokens its selector keeps; what only the data decides counts as kept."""
+        if self.selector.counts_itself and self.budget is None:
+            return alive
+        return (self.budget or Budget(keep_ratio=ratio)).count(alive, original)
+
+    def left(self, alive: int, keep: int) -> int:
+        """Return how many tokens it leaves, its merger's own included."""
+        made = int(self.merger.extra(torch.tensor([alive]), torch.tensor([keep])))
+        return min(keep + made, alive)
 
 
 @dataclass(frozen=True)
@@ -86,24 +109,67 @@ class Plan:
     shape: LayerShape
     stages: tuple[PlannedStage, ...]
     visual_tokens: int | None
-    counts: Callable[[int], tuple[int, ...]]
-    """`counts(n)`: how many of n visual tokens are left after each stage."""
+    tower: Tower | None
+    solver: Solver
 
-    def entering(self, visual: int) -> tuple[int, ...]:
-        """Return how many of `visual` tokens enter each decoder layer."""
-        return _entering(self.depth, self.stages, visual, self.counts(visual))
+    def counts(self, visual: int, text: int = 0, known: tuple[int, ...] = ()) -> tuple[int, ...]:
+        """Return how many of `visual` tokens are left after each prefill stage; `known`: what is known of the first ones.
 
-    def cost(self, visual: int, text: int = 0) -> Cost:
+        What only the data decides counts as kept, so the numbers are then upper bounds.
+        """
+        return tuple(left for _, left in self.solver(visual, text, known))
+
+    def keeps(self, visual: int, text: int = 0, known: tuple[int, ...] = ()) -> tuple[int, ...]:
+        """Return how many tokens the selector of each prefill stage keeps: `counts` without what mergers add."""
+        return tuple(keep for keep, _ in self.solver(visual, text, known))
+
+    @property
+    def prefill_stages(self) -> tuple[PlannedStage, ...]:
+        """The stages that act in the prefill."""
+        return tuple(stage for stage in self.stages if not stage.decodes)
+
+    @property
+    def depends_on_data(self) -> bool:
+        """Whether a count is known only when the tokens are."""
+        return any(not stage.is_planned for stage in self.prefill_stages)
+
+    @property
+    def sees_vision(self) -> bool:
+        """Whether the vision side must be watched: it is read, or it tells where tokens sit."""
+        return self.tower is not None and (self.reads_vision or self.needs_layout)
+
+    @property
+    def reads_vision(self) -> bool:
+        """Whether a stage acts on the vision side or reads it."""
+        sites = [signal.at for stage in self.stages for signal in stage.signals if signal.at is not None]
+        acts = any(stage.at.text == "vision.output" for stage in self.stages)
+        return acts or any(site.part != "llm" for site in sites) or self.needs("paired")
+
+    @property
+    def needs_layout(self) -> bool:
+        """Whether anything depends on where tokens sit."""
+        return self.policy.modality == "video" or self.needs("layout")
+
+    def needs(self, name: str) -> bool:
+        """Return whether any stage reads a signal of that name."""
+        return any(signal.name == name for stage in self.stages for signal in stage.signals)
+
+    def entering(self, visual: int, left: tuple[int, ...] | None = None, text: int = 0) -> tuple[int, ...]:
+        """Return how many of `visual` tokens enter each decoder layer; `left`: known counts after each prefill stage."""
+        left = self.counts(visual, text) if left is None else left
+        return _entering(self.depth, self.prefill_stages, visual, left)
+
+    def cost(self, visual: int, text: int = 0, left: tuple[int, ...] | None = None) -> Cost:
         """Return the cost of a prefill with `visual` visual and `text` other tokens."""
-        return Cost(self.shape, self.entering(visual), text)
+        return Cost(self.shape, self.entering(visual, left, text), text)
 
     def dense_cost(self, visual: int, text: int = 0) -> Cost:
         """Return the cost of the same prefill without a policy."""
         return Cost(self.shape, (visual,) * self.depth, text)
 
-    def stage_at(self) -> Mapping[int, PlannedStage]:
-        """Return the stages by layer."""
-        return {stage.layer: stage for stage in self.stages}
+    def stages_at(self, layer: int) -> tuple[PlannedStage, ...]:
+        """Return the prefill stages that act before a decoder layer, in order."""
+        return tuple(stage for stage in self.prefill_stages if stage.layer == layer)
 
 
 def adapter_for(config: Any, plugins: Registry | None = None) -> Adapter:
@@ -143,17 +209,20 @@ def plan(policy: str | Path | Mapping[str, Any] | Policy, model_or_config: Any, 
     if adapter is None:
         adapter = adapter_for(config)
     text = adapter.text_config(config)
-    depth, shape = text.num_hidden_layers, _shape(config, text)
+    depth, shape, tower = text.num_hidden_layers, _shape(config, text), adapter.tower(config)
     problems: list[Problem] = []
-    stages = tuple(_planned(policy, adapter, depth, problems))
+    stages = tuple(_planned(policy, adapter, config, depth, problems))
     problems += _order(policy, stages)
+    reason = adapter.renumbers(config) if policy.positions == "renumber" else ""
+    if reason:
+        problems.append(policy.problem(("positions",), f"positions cannot be renumbered in this model: {reason}"))
     if problems:
         raise PolicyError(problems)
-    counts = _counter(policy, depth, stages)
+    solver = _solver(policy, depth, shape, tuple(stage for stage in stages if not stage.decodes))
     visual = adapter.visual_tokens_per_image(config)
     if visual is not None:
-        counts(visual)  # an unreachable average is a user error, and must not wait for the first image
-    return Plan(policy, adapter, config, depth, shape, stages, visual, counts)
+        solver(visual, 0, ())  # an unreachable average is a user error, and must not wait for the first image
+    return Plan(policy, adapter, config, depth, shape, stages, visual, tower, solver)
 
 
 def _shape(config: Any, text: Any) -> LayerShape:
@@ -165,48 +234,113 @@ def _shape(config: Any, text: Any) -> LayerShape:
         ) from None
 
 
-def _planned(policy: Policy, adapter: Adapter, depth: int, problems: list[Problem]) -> Iterator[PlannedStage]:
+def _planned(
+    policy: Policy, adapter: Adapter, config: Any, depth: int, problems: list[Problem]
+) -> Iterator[PlannedStage]:
     for number, stage in enumerate(policy.stages):
         try:
             layer = stage.at.layer(depth)
         except ValueError as error:
-            problems.append(policy.problem(("stages", number, "at"), str(error)))
+            problems.append(policy.problem((*stage.written, "at"), str(error)))
             continue
-        signals = stage.scorer.signals() if stage.scorer is not None else ()
-        for signal in signals:
-            reason = _unmet(signal, layer, adapter)
-            if reason:
-                assert stage.scorer is not None
-                message = f"{stage.scorer.name!r} {reason}"
-                problems.append(policy.problem(("stages", number, "scorer"), message))
+        signals = stage.needs()
+        reasons = [_misplaced(stage, layer, adapter, config)]
+        reasons += [_unmet(signal, stage.at, layer, adapter, config) for signal in signals]
+        for reason in dict.fromkeys(filter(None, reasons)):
+            where = "scorer" if stage.scorer is not None else "at"
+            problems.append(policy.problem((*stage.written, where), f"{_reader(stage)} {reason}"))
         yield PlannedStage(
-            number, str(stage.at), layer, stage.scorer, stage.selector, stage.merger, stage.budget, signals
-        )
+            number, str(stage.at), layer, stage.at, stage.scorer, stage.selector, stage.merger, stage.budget,
+            stage.refresh, signals,
+        )  # fmt: skip
 
 
-def _unmet(signal: Signal, layer: int, adapter: Adapter) -> str:
-    """Return why the signal cannot be had at this layer, or an empty string."""
+def _reader(stage: Stage) -> str:
+    """Name the part of a stage that a signal is read for."""
+    parts = [part.name for part in (stage.scorer, stage.selector, stage.merger) if part is not None and part.needs()]
+    return repr(parts[0]) if parts else "this stage"
+
+
+def _misplaced(stage: Stage, layer: int, adapter: Adapter, config: Any) -> str:
+    """Return why the stage cannot act at this site of this model, or an empty string."""
+    at = stage.at
+    if at.text == "vision.output":
+        tower = adapter.tower(config)
+        if tower is None:
+            return f"cannot act at {at}: adapter {adapter.name!r} does not know the vision side; use projector.output"
+        if not tower.tokenwise:
+            return f"cannot act at {at}: the projector of this model mixes tokens; use projector.output"
+        if not stage.selector.counts_itself and (stage.budget is None or stage.budget.per is None):
+            return (
+                f"acts at {at}, where images are not in prompts yet: its budget holds for each of them ('per: image')"
+            )
+    if at.part == "decode" and layer == 0:
+        return "cannot act while decoding before layer 1: the layer before it tells what is looked at"
+    return ""
+
+
+_IN_DECODER = ("previous_hidden", "attention", "keys", "values")
+
+
+def _unmet(signal: Signal, at: Site, layer: int, adapter: Adapter, config: Any) -> str:
+    """Return why the signal cannot be had by a stage at this site, or an empty string."""
     if signal.name not in adapter.signals:
         return f"needs {signal.name}; adapter {adapter.name!r} provides {', '.join(sorted(adapter.signals))}"
-    needs_before = signal.name == "previous_hidden" or (signal.name == "attention" and signal.layer == "previous")
-    if needs_before and layer == 0:
+    if at.part == "decode" and signal != Signal("attention"):
+        return f"needs {signal.name}; while decoding there is the attention of the token being decoded and nothing else"
+    if signal.name == "paired" and at.text == "vision.output":
+        return f"compares images with text, and at {at} images are not in prompts yet; use projector.output"
+    if signal.at is not None:
+        return _unmet_elsewhere(signal, signal.at, at, adapter, config)
+    before_text = at.text in ("vision.output", "projector.output")
+    if before_text and (signal.name in _IN_DECODER or signal.of == "text"):
+        return (
+            f"needs {signal.name} of the decoder, which has not run at {at}; use llm.layers.<k>, or 'from' another site"
+        )
+    previous = signal.name == "previous_hidden" or (signal.name in _IN_DECODER and signal.layer == "previous")
+    if previous and layer == 0:
         return "compares with the layer before, and no decoder layer comes before layer 0; use llm.layers.1 or later"
     return ""
 
 
+def _unmet_elsewhere(signal: Signal, there: Site, at: Site, adapter: Adapter, config: Any) -> str:
+    tower = adapter.tower(config)
+    if there.part in ("vision", "projector"):
+        if tower is None:
+            return f"reads {there}, and adapter {adapter.name!r} does not know the vision side of this model"
+        if there.is_layer:
+            try:
+                there.layer(tower.depth)
+            except ValueError as error:
+                return f"reads {there}: {error}"
+        if signal.query == "cls" and signal.name == "attention" and not tower.cls:
+            return "reads the CLS rows of the vision tower, and this tower has no CLS token; use query: all"
+        if at.text == "vision.output" and there.part == "projector":
+            return f"reads {there}, which comes after {at}"
+        if signal.name == "hidden" or there.is_layer:
+            return ""
+        return f"reads {signal.name} of {there}; it has hidden states and nothing else"
+    if there.text != "llm.input":
+        return f"reads {there}; signals are read from vision.layers.<k>, vision.output, projector.output or llm.input"
+    if signal.name != "hidden":
+        return f"reads {signal.name} of {there}; it has hidden states and nothing else"
+    return f"reads {there}, which comes after {at}" if at.text == "vision.output" else ""
+
+
 def _order(policy: Policy, stages: tuple[PlannedStage, ...]) -> Iterator[Problem]:
     for before, stage in pairwise(stages):
-        if stage.layer <= before.layer:
+        first, second = ((s.decodes, s.layer, s.at.before_decoder) for s in (before, stage))
+        if second < first or (stage.decodes and before.decodes):
             yield policy.problem(
-                ("stages", stage.number, "at"),
+                (*policy.stages[stage.number].written, "at"),
                 f"{stage.site} is decoder layer {stage.layer}, but stages[{before.number}] already acts at layer "
-                f"{before.layer} ({before.site}); stages go forward, one per layer",
+                f"{before.layer} ({before.site}); stages go forward, and one of them acts while decoding",
             )
-        first, second = (s.budget.keep_tokens if s.budget else None for s in (before, stage))
-        if first is not None and second is not None and second >= first:
+        left, wanted = (s.budget.keep_tokens if s.budget and s.budget.is_plain else None for s in (before, stage))
+        if isinstance(left, int) and isinstance(wanted, int) and wanted >= left and not before.merger.changes_states:
             yield policy.problem(
-                ("stages", stage.number, "budget"),
-                f"keep_tokens: {second} cannot take effect, stages[{before.number}] already leaves {first}",
+                (*policy.stages[stage.number].written, "budget"),
+                f"keep_tokens: {wanted} cannot take effect, stages[{before.number}] already leaves {left}",
             )
 
 
@@ -219,39 +353,46 @@ def _entering(depth: int, stages: tuple[PlannedStage, ...], visual: int, left: t
     return tuple(sizes)
 
 
-def _counter(policy: Policy, depth: int, stages: tuple[PlannedStage, ...]) -> Callable[[int], tuple[int, ...]]:
-    """Return the function from visual tokens to tokens left after each stage, solving `average_tokens` if it is set."""
+def _solver(policy: Policy, depth: int, shape: LayerShape, stages: tuple[PlannedStage, ...]) -> Solver:
+    """Return the function from tokens to (kept, left) of each stage, solving the policy's goal if it has one."""
 
-    def counts_at(visual: int, ratio: float) -> tuple[int, ...]:
-        alive, left = visual, []
-        for stage in stages:
-            budget = stage.budget or Budget(keep_ratio=ratio)
-            alive = budget.count(alive, visual)
-            left.append(alive)
-        return tuple(left)
+    def counts_at(visual: int, known: tuple[int, ...], ratio: float) -> tuple[tuple[int, int], ...]:
+        alive, found = visual, []
+        for number, stage in enumerate(stages):
+            keep = stage.keep(alive, visual, ratio)
+            alive = known[number] if number < len(known) else stage.left(alive, keep)
+            found.append((keep, alive))
+        return tuple(found)
 
-    def average(visual: int, ratio: float) -> float:
-        return sum(_entering(depth, stages, visual, counts_at(visual, ratio))) / depth
+    def reached(visual: int, text: int, known: tuple[int, ...], ratio: float) -> float:
+        left = tuple(left for _, left in counts_at(visual, known, ratio))
+        entering = _entering(depth, stages, visual, left)
+        if policy.prefill_flops is None:
+            return sum(entering) / depth
+        dense = layer_flops(shape, visual + text) * depth
+        return sum(layer_flops(shape, n + text) for n in entering) / max(dense, 1)
 
     @cache
-    def counts(visual: int) -> tuple[int, ...]:
-        target = policy.average_tokens
-        if target is None or average(visual, 1.0) <= target:
-            return counts_at(visual, 1.0)
-        if average(visual, 0.0) > target:
+    def solve(visual: int, text: int, known: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+        goal = policy.average_tokens if policy.prefill_flops is None else policy.prefill_flops
+        if goal is None or reached(visual, text, known, 1.0) <= goal:
+            return counts_at(visual, known, 1.0)
+        least = reached(visual, text, known, 0.0)
+        if least > goal and not known:  # with known counts the data has decided; the least is the best there is
+            key = "average_tokens" if policy.prefill_flops is None else "prefill_flops"
             raise PolicyError(
                 [
                     policy.problem(
-                        ("average_tokens",),
-                        f"{target:g} cannot be reached with {visual} visual tokens: keeping none at the open stages still "
-                        f"averages {average(visual, 0.0):.1f}; move the first stage to an earlier layer",
+                        (key,),
+                        f"{goal:g} cannot be reached with {visual} visual tokens: keeping none at the open stages still "
+                        f"gives {least:.3g}; move the first stage to an earlier layer",
                     )
                 ]
             )
         low, high = 0.0, 1.0  # counts only grow with the ratio, so bisection finds the largest that fits
         while high - low > 1e-9:
             middle = (low + high) / 2
-            low, high = (middle, high) if average(visual, middle) <= target else (low, middle)
-        return counts_at(visual, low)
+            low, high = (middle, high) if reached(visual, text, known, middle) <= goal else (low, middle)
+        return counts_at(visual, known, low)
 
-    return counts
+    return solve

@@ -83,7 +83,8 @@ class Policy:
 
     average_tokens, prefill_flops: what the stages without a budget are solved for. positions: tokens `keep` their position
     ids when others leave, or the sequence is `renumber`ed from 0 after each stage. proportional_attention: a merged token
-    weighs as much in attention as the tokens it stands for (ToMe, https://arxiv.org/abs/2210.09461).
+    weighs as much in attention as the tokens it stands for (ToMe, https://arxiv.org/abs/2210.09461). modality: `video` for a
+    policy that compares frames, and would do nothing to a prompt without a clip.
     """
 
     name: str
@@ -95,6 +96,7 @@ class Policy:
     prefill_flops: float | None = None
     positions: Literal["keep", "renumber"] = "keep"
     proportional_attention: bool = False
+    modality: Literal["any", "video"] = "any"
     _marks: Mapping[Location, Problem] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
@@ -235,6 +237,7 @@ class _PolicyKeys(_Strict):
     prefill_flops: Annotated[float, Field(gt=0, le=1)] | None = None
     positions: Literal["keep", "renumber"] = "keep"
     proportional_attention: bool = False
+    modality: Literal["any", "video"] = "any"
 
 
 class _StageKeys(_Strict):
@@ -317,11 +320,15 @@ class _Checker:
         """Return the budget of one of several sites: lists in it give each its number."""
         if not isinstance(budget, dict):
             return budget
-        lists = {key: value for key, value in budget.items() if key in ("keep_ratio", "keep_tokens") and isinstance(value, list)}
+        lists = {
+            key: value
+            for key, value in budget.items()
+            if key in ("keep_ratio", "keep_tokens") and isinstance(value, list)
+        }
         for key, value in lists.items():
             if len(value) != sites:
                 if number == 0:
-                    message = f"{key} lists {len(value)} numbers for {sites} sites; give 'at' and it lists of one length"
+                    message = f"{key} lists {len(value)} numbers for {sites} sites; both lists have one length"
                     self._at((*at, "budget", key), message)
                 return None
         return {**budget, **{key: value[number] for key, value in lists.items()}}
@@ -335,7 +342,9 @@ class _Checker:
         if not selector.uses_scores and data.get("scorer") is not None:
             self._at((*at, "scorer"), f"scorer is ignored by selector {selector.name!r}; leave one of them out")
 
-    def _where(self, site: Site, refresh: Refresh | None, data: Mapping[str, Any], at: Location, site_at: Location) -> None:
+    def _where(
+        self, site: Site, refresh: Refresh | None, data: Mapping[str, Any], at: Location, site_at: Location
+    ) -> None:
         if site.part == "vision" and site.is_layer:
             self._at(site_at, f"{site} is a place to read a signal ('from'); tokens leave at vision.output or later")
         if refresh is not None and site.part != "decode":

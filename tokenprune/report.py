@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["Report", "StageRecord"]
+__all__ = ["DecodeRecord", "Report", "StageRecord"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +41,40 @@ class StageRecord:
         }
 
 
+@dataclass(eq=False)
+class DecodeRecord:
+    """The decoding steps since the last prefill, of a policy that acts while decoding.
+
+    similarity: per step, [B] cosine between the scores of this step and of the one before. refreshed: [B] bool, whether the
+    view was made anew. hidden: [B, L] bool, the prompt positions the later layers did not see. visual: [B, L] bool.
+    """
+
+    site: str = ""
+    layer: int = 0
+    similarity: list[Tensor] = field(default_factory=list)
+    refreshed: list[Tensor] = field(default_factory=list)
+    hidden: list[Tensor] = field(default_factory=list)
+    visual: Tensor | None = None
+
+    def add(self, similarity: Tensor, refreshed: Tensor, hidden: Tensor, visual: Tensor) -> None:
+        """Note one step."""
+        self.similarity.append(similarity)
+        self.refreshed.append(refreshed)
+        self.hidden.append(hidden)
+        self.visual = visual
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data (lists and numbers)."""
+        assert self.visual is not None
+        return {
+            "site": self.site,
+            "layer": self.layer,
+            "steps": len(self.hidden),
+            "refreshed": [row.tolist() for row in self.refreshed],
+            "visible": [(self.visual.sum(1) - row.sum(1)).tolist() for row in self.hidden],
+        }
+
+
 @dataclass(frozen=True, eq=False)
 class Report:
     """The last prefill of a session; prints as a table.
@@ -48,7 +82,7 @@ class Report:
     visual_tokens, prompt_tokens: per row, before anything was dropped (padding excluded from the second).
     entering: per row, visual tokens entering each decoder layer. flops_ratio, kv_ratio: decoder layers against the
     unpruned run, mean over the batch. prefills: how many prefills with visual tokens the session has seen. notes: what
-    the user should know (a text-only prompt ...).
+    the user should know (a text-only prompt ...). decoding: the steps since, of a policy that acts while decoding.
     """
 
     policy: str
@@ -61,6 +95,7 @@ class Report:
     kv_ratio: float = 1.0
     prefills: int = 0
     notes: tuple[str, ...] = ()
+    decoding: DecodeRecord | None = None
 
     @property
     def average_tokens(self) -> list[float]:
@@ -80,6 +115,7 @@ class Report:
             "kv_cache_ratio": self.kv_ratio,
             "stages": [stage.to_dict() for stage in self.stages],
             "notes": list(self.notes),
+            **({"decoding": self.decoding.to_dict()} if self.decoding is not None and self.decoding.hidden else {}),
         }
 
     def __str__(self) -> str:
@@ -95,6 +131,12 @@ class Report:
         lines += [
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
         ]
+        if self.decoding is not None and self.decoding.hidden:
+            fresh = sum(int(row[0]) for row in self.decoding.refreshed)
+            lines.append(
+                f"{self.decoding.site}: {len(self.decoding.hidden)} decoding steps, {fresh} with a new view, "
+                f"{int(self.decoding.hidden[-1][0].sum())} visual tokens out of view at the last"
+            )
         average = _row([f"{value:.1f}" for value in self.average_tokens])
         lines.append(
             f"average visual tokens per layer {average} of {_row(self.visual_tokens)}, "

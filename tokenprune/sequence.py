@@ -10,7 +10,7 @@ No module, no hook, no transformers here: only tensors.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -103,11 +103,15 @@ class Slots:
 
     positions: [B, S], ascending in each row, -1 in dead slots. length: logical length seen so far, dropped tokens
     included. has_dead: whether any slot may be dead (known without reading the tensor).
+    next_id: [B] the position id of the next token where positions are renumbered, else None.
+    log_sizes: [B, S] logarithm of how many tokens each slot stands for, or None while all stand for one.
     """
 
     positions: Tensor
     length: int
     has_dead: bool = False
+    next_id: Tensor | None = None
+    log_sizes: Tensor | None = None
 
     @classmethod
     def full(cls, rows: int, length: int, device: torch.device, stored: int | None = None) -> Slots:
@@ -116,30 +120,61 @@ class Slots:
         positions = torch.arange(length - stored, length, device=device).expand(rows, -1)
         return cls(positions, length)
 
-    def extend(self, new: Tensor, chunk: int, dead: Tensor | None = None) -> Slots:
-        """Return the slots after a chunk of logical length `chunk` whose alive positions `new` [B, P] were appended."""
+    def extend(
+        self,
+        new: Tensor,
+        chunk: int,
+        dead: Tensor | None = None,
+        next_id: Tensor | None = None,
+        log_sizes: Tensor | None = None,
+    ) -> Slots:
+        """Return the slots after a chunk of logical length `chunk` whose alive positions `new` [B, P] were appended.
+
+        next_id: [B] of the slots to come. log_sizes: [B, P] of the new ones.
+        """
         if dead is not None:
             new = new.masked_fill(dead, -1)
         positions = torch.cat([self.positions, new], dim=1)
-        return Slots(positions, self.length + chunk, self.has_dead or dead is not None)
+        sizes = None
+        if self.log_sizes is not None or log_sizes is not None:
+            parts = [
+                part if part is not None else torch.zeros(at.shape, device=at.device)
+                for part, at in ((self.log_sizes, self.positions), (log_sizes, new))
+            ]
+            sizes = torch.cat(parts, dim=1)
+        return Slots(positions, self.length + chunk, self.has_dead or dead is not None, next_id, sizes)
 
     def last(self, stored: int) -> Slots:
         """Return the last `stored` slots (what a sliding layer keeps)."""
-        if stored == self.positions.shape[1]:
+        gone = self.positions.shape[1] - stored
+        if gone == 0:
             return self
-        return Slots(self.positions[:, self.positions.shape[1] - stored :], self.length, self.has_dead)
+        sizes = None if self.log_sizes is None else self.log_sizes[:, gone:]
+        return replace(self, positions=self.positions[:, gone:], log_sizes=sizes)
 
     def rows(self, index: Tensor) -> Slots:
         """Return the slots of the given rows of the batch (beam reorder, repeat, select)."""
-        return Slots(self.positions[index.to(self.positions.device)], self.length, self.has_dead)
+        at = index.to(self.positions.device)
+        next_id, sizes = (None if x is None else x[at] for x in (self.next_id, self.log_sizes))
+        return replace(self, positions=self.positions[at], next_id=next_id, log_sizes=sizes)
 
     def crop(self, length: int) -> tuple[Slots, int]:
         """Forget positions from `length` on; return the slots and how many of them at the right end are gone in all rows."""
-        positions = self.positions.masked_fill(self.positions >= length, -1)
+        leaving = self.positions >= length
+        positions = self.positions.masked_fill(leaving, -1)
         alive = (positions >= 0).any(dim=0).nonzero()
         stored = int(alive[-1]) + 1 if len(alive) else 0
         kept = positions[:, :stored]
-        return Slots(kept, length, self.has_dead or bool((kept < 0).any())), positions.shape[1] - stored
+        next_id = None if self.next_id is None else self.next_id - leaving.sum(dim=1)
+        sizes = None if self.log_sizes is None else self.log_sizes[:, :stored]
+        dead = self.has_dead or bool((kept < 0).any())
+        return Slots(kept, length, dead, next_id, sizes), positions.shape[1] - stored
+
+    def hide(self, hidden: Tensor) -> Slots:
+        """Return the slots as if those whose logical position is marked in `hidden` [B, L] were dead."""
+        at = self.positions.clamp(min=0, max=hidden.shape[1] - 1)
+        gone = hidden.gather(1, at) & (self.positions >= 0) & (self.positions < hidden.shape[1])
+        return replace(self, positions=self.positions.masked_fill(gone, -1), has_dead=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,15 +198,19 @@ class Visuals:
         ordinal = torch.arange(max(counts), device=mask.device).expand(mask.shape[0], -1)
         return cls(slots, ordinal, _left_aligned(counts, mask.device), counts, counts)
 
-    def narrow(self, kept: Tensor, counts: Sequence[int], keep: Tensor) -> Visuals:
-        """Return the visual tokens marked in `kept` [B, N], at their slots after the view was narrowed by `keep` [B, P]."""
+    def narrow(self, kept: Tensor, counts: Sequence[int], keep: Tensor) -> tuple[Visuals, Tensor]:
+        """Return the visual tokens marked in `kept` [B, N], at their slots after the view was narrowed by `keep` [B, P].
+
+        The second tensor [B, N'] gathers what is known about the old tokens into the new ones.
+        """
         rank = keep.long().cumsum(dim=1) - 1  # rank among the kept slots of the row, from the left
         alive = rank[:, -1:] + 1
         rank = rank + (alive.amax(dim=0, keepdim=True) - alive)  # rows are right-aligned to the longest one
         order = (~kept).to(torch.uint8).argsort(dim=1, stable=True)[:, : max(counts)]
         slots = rank.gather(1, self.slots.gather(1, order)).clamp(min=0)
         ordinal = self.ordinal.gather(1, order)
-        return Visuals(slots, ordinal, _left_aligned(counts, kept.device), tuple(counts), self.original)
+        valid = _left_aligned(counts, kept.device)
+        return Visuals(slots, ordinal, valid, tuple(counts), self.original), order
 
 
 def _left_aligned(counts: Sequence[int], device: torch.device) -> Tensor:
@@ -199,12 +238,17 @@ def cut_mask(
     rows: [B, P] rows of `mask` to take, or None when all stay. dead_rows: [B, P] bool, or None.
     window: sliding window of the layer, used only when there was no mask.
 
+    Where slots stand for more than one token the mask is additive whatever the form.
+
     Returns None when the kernel's own causal rule says the same (and then it stays free to take its fast path).
     """
     positions = keys.positions
     if mask is None:
+        if keys.log_sizes is not None:
+            form = "float"
         # transformers leaves the mask out only where nothing is padded: causal order is all there is, besides dead slots.
-        if not keys.has_dead and dead_rows is None and (window is None or keys.length <= window):
+        plain = not keys.has_dead and dead_rows is None and keys.log_sizes is None
+        if plain and (window is None or keys.length <= window):
             return None
         if form == "flash":
             return (positions >= 0).long()
@@ -214,8 +258,8 @@ def cut_mask(
             allowed &= positions[:, None, :] > at - window
         cut = allowed.unsqueeze(1)
         if form == "float":
-            cut = torch.zeros(cut.shape, dtype=dtype, device=cut.device).masked_fill(~cut, torch.finfo(dtype).min)
-        return _free_dead_rows(cut, dead_rows)
+            cut = _float(cut, dtype)
+        return _free_dead_rows(_weighed(cut, keys, dtype), dead_rows)
     column = positions - offset
     usable = (positions >= 0) & (column >= 0)
     column = column.clamp(min=0)
@@ -226,7 +270,20 @@ def cut_mask(
     if keys.has_dead or offset:
         fill = False if cut.dtype == torch.bool else torch.finfo(cut.dtype).min
         cut = cut.masked_fill(~usable[:, None, None, :], fill)
-    return _free_dead_rows(cut, dead_rows)
+    return _free_dead_rows(_weighed(cut, keys, dtype), dead_rows)
+
+
+def _float(allowed: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a boolean mask in additive form."""
+    return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill(~allowed, torch.finfo(dtype).min)
+
+
+def _weighed(cut: Tensor, keys: Slots, dtype: torch.dtype) -> Tensor:
+    """Add the logarithm of what each key stands for: it then takes as much attention as the tokens merged into it."""
+    if keys.log_sizes is None:
+        return cut
+    cut = _float(cut, dtype) if cut.dtype == torch.bool else cut
+    return cut + keys.log_sizes[:, None, None, :].to(cut.dtype)
 
 
 def _free_dead_rows(cut: Tensor, dead_rows: Tensor | None) -> Tensor:

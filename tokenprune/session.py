@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
@@ -26,6 +27,8 @@ from torch import Tensor, nn
 
 from tokenprune import cache as caches
 from tokenprune import compat
+from tokenprune.decision import Decision, decide
+from tokenprune.decoding import Decoding
 from tokenprune.errors import (
     InputError,
     PluginContractError,
@@ -33,33 +36,44 @@ from tokenprune.errors import (
     UnsupportedModelError,
 )
 from tokenprune.forward import Forward
-from tokenprune.interfaces import Adapter, AttentionRows, PruneContext
+from tokenprune.interfaces import Adapter, Paired, PruneContext
+from tokenprune.layout import layout_of
 from tokenprune.plan import Plan, PlannedStage, plan
 from tokenprune.policy import Policy
+from tokenprune.reading import from_call, text_of, visual_of
 from tokenprune.report import Report, StageRecord
-from tokenprune.sequence import Slots, View, Visuals, per_row, take
+from tokenprune.sequence import Slots, View, per_row, take
+from tokenprune.text_tower import TextTower
+from tokenprune.tokens import Signal, Site
+from tokenprune.vision import FlatDecision, TowerAttention, Vision
 
 __all__ = ["LayerTimes", "NoVisualTokensWarning", "Session", "compress", "time_layers"]
 
 
 def compress(
-    model: nn.Module, policy: str | Path | Mapping[str, Any] | Policy, *, adapter: Adapter | None = None
+    model: nn.Module,
+    policy: str | Path | Mapping[str, Any] | Policy,
+    *,
+    adapter: Adapter | None = None,
+    text_tower: TextTower | None = None,
 ) -> Session:
     """Run `model` with its visual tokens compressed by `policy` inside a `with` block.
 
     policy: a name (`tokenprune list` shows them, `?key=value` overrides parts), a path to a YAML file, a mapping, or a
-    Policy. adapter: for a model that no registered adapter serves, or to try one out.
+    Policy. adapter: for a model that no registered adapter serves, or to try one out. text_tower: for policies that compare
+    images with text in a tower that aligns them (`tokenprune.text_tower.ClipText`).
 
     The model and its attention kernel stay as they are, and leaving the block restores everything. Raises PolicyError,
     UnsupportedModelError or SessionError before anything runs.
     """
-    return Session(model, plan(policy, model, adapter))
+    return Session(model, plan(policy, model, adapter), text_tower)
 
 
 class NoVisualTokensWarning(UserWarning):
     """A prompt held no visual token, so there was nothing to compress and it ran unpruned."""
 
 
+_OF_A_KERNEL = ("attention", "keys", "values")
 _active: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _active_lock = threading.Lock()
 
@@ -67,15 +81,22 @@ _active_lock = threading.Lock()
 class Session:
     """A plan on a model. Use as a context manager; `report` tells about the last prefill."""
 
-    def __init__(self, model: nn.Module, plan: Plan) -> None:
+    def __init__(self, model: nn.Module, plan: Plan, text_tower: TextTower | None = None) -> None:
         self.model = model
         self.plan = plan
+        self.text_tower = text_tower
         self._decoder = plan.adapter.decoder(model)
         self._layers = plan.adapter.layers(model)
+        self._rope_base = compat.rope_base(plan.adapter.text_config(plan.config))
+        self._vision_sites = _vision_sites(plan)
         self._handles: list[Any] = []
+        self._taps: list[Callable[[], None]] = []
         self._inputs: dict[str, Any] = {}
         self._mask: Tensor | None = None
+        self._vision: Vision | None = None
         self._run: Forward | None = None
+        self._kept_flat: Tensor | None = None
+        self._decoding = Decoding.of(plan)
         self._ran = False
         self._ends_in_image: Tensor | None = None
         self._prefills = 0
@@ -91,7 +112,7 @@ class Session:
     def report(self) -> Report:
         """What the last prefill did."""
         self._check_contracts()
-        return self._report
+        return self._report if self._decoding is None else replace(self._report, decoding=self._decoding.record)
 
     def __enter__(self) -> Session:
         path = _modules_between(self.model, self._decoder)
@@ -123,25 +144,36 @@ class Session:
                 )
 
     def _register(self, path: Sequence[nn.Module]) -> None:
-        stages = self.plan.stage_at()
         for module in path:
             self._hook(module.register_forward_pre_hook(self._see_inputs, with_kwargs=True))
         self._hook(self._decoder.register_forward_pre_hook(self._begin, with_kwargs=True))
         for index, layer in enumerate(self._layers):
-            hook = self._before_layer(index, stages.get(index), stages.get(index + 1))
-            self._hook(layer.register_forward_pre_hook(hook, with_kwargs=True))
+            self._hook(layer.register_forward_pre_hook(self._before_layer(index), with_kwargs=True))
         self._hook(self._layers[-1].register_forward_hook(self._after_last_layer))
         for index in self._tapped_layers():
             self._hook(self._layers[index].register_forward_hook(self._untap, always_call=True))
+        if self.plan.sees_vision:
+            self._register_vision()
+
+    def _register_vision(self) -> None:
+        adapter = self.plan.adapter
+        self._hook(adapter.tower_module(self.model).register_forward_pre_hook(self._open_eyes, with_kwargs=True))
+        for index, sites in self._vision_sites.items():
+            before, after = self._tower_layer(sites)
+            layer = adapter.tower_layers(self.model)[index]
+            self._hook(layer.register_forward_pre_hook(before))
+            self._hook(layer.register_forward_hook(after, always_call=True))
+        projector = adapter.projector(self.model)
+        self._hook(projector.register_forward_pre_hook(self._before_projector))
+        self._hook(projector.register_forward_hook(self._after_projector))
 
     def _leave(self) -> None:
         """Take off everything that was put on."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        if self._run is not None:
-            self._run.untap()
-        self._run, self._inputs, self._mask = None, {}, None
+        self._untap()
+        self._run, self._mask, self._vision, self._kept_flat, self._inputs = None, None, None, None, {}
         with _active_lock:
             _active.discard(self._decoder)
 
@@ -151,8 +183,8 @@ class Session:
     def _tapped_layers(self) -> set[int]:
         found = set()
         for stage in self.plan.stages:
-            signal = stage.signal("attention")
-            if signal is not None and signal.layer == "previous":
+            ahead = any(s.is_here and s.name in _OF_A_KERNEL and s.layer == "previous" for s in stage.signals)
+            if ahead or stage.decodes:
                 found.add(stage.layer - 1)
         return found
 
@@ -162,7 +194,18 @@ class Session:
                 "this model was compiled before compress and would ignore it; compile the decoder layers' forward "
                 "methods instead (layer.forward = torch.compile(layer.forward, dynamic=True))"
             )
-        if compat.mask_form(self._decoder.config) == "block":
+        if self.plan.needs("paired") and self.text_tower is None:
+            raise SessionError(
+                f"policy {self.policy.name!r} compares images with text in a tower that aligns them; give one with "
+                "compress(model, policy, text_tower=...) (tokenprune.text_tower.ClipText), or score with 'of: tokens'"
+            )
+        form = compat.mask_form(self._decoder.config)
+        if form == "flash" and self.policy.proportional_attention:
+            raise SessionError(
+                "proportional_attention adds a number to attention logits, which FlashAttention kernels cannot; "
+                "load the model with attn_implementation='sdpa'"
+            )
+        if form == "block":
             raise UnsupportedModelError(
                 "flex_attention masks cannot be cut yet; load the model with attn_implementation='sdpa'"
             )
@@ -170,7 +213,7 @@ class Session:
     # ---- one forward pass -------------------------------------------------------------------------------------------
 
     def _see_inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Remember what the caller gave; the decoder itself no longer sees the token ids."""
+        """Remember what the caller gave; the decoder itself no longer sees the token ids, nor the tower the prompts."""
         given = {name: value for name, value in _named(module, args, kwargs).items() if value is not None}
         if module is self.model:
             self._inputs, self._mask = {}, None  # what a pass that failed on the way may have left
@@ -187,6 +230,36 @@ class Session:
                     "put the image token into the prompt, the processor's chat template does it"
                 )
 
+    def _forward(self, rows: int, length: int, mask: Tensor | None, inputs: Mapping[str, Any]) -> Forward:
+        """Return the state of a pass with the visual tokens that `mask` [B, Q] marks."""
+        run = Forward(rows, length, compat.mask_form(self._decoder.config))
+        run.renumbers = self.policy.positions == "renumber"
+        run.weighs = self.policy.proportional_attention
+        run.prompts = inputs.get("input_ids")
+        run.find_visuals(mask, inputs.get("attention_mask"))
+        if run.visuals is not None and self._vision is not None:
+            try:
+                self._vision.lay(run.visuals)
+                run.vision = self._vision
+            except InputError:
+                if self.plan.reads_vision:  # where tokens sit can be told from the prompt, what they look like cannot
+                    raise
+        if run.visuals is not None and self.plan.needs_layout:
+            if run.vision is not None:
+                run.layout = run.vision.layout()
+            elif inputs.get("input_ids") is None:
+                raise InputError(
+                    "where the visual tokens sit cannot be found: give the images to the model (pixel_values), or input_ids"
+                )
+            else:
+                run.layout = layout_of(self.plan.adapter.spans(self.plan.config, inputs), run.visuals, length)
+            if self.policy.modality == "video" and not bool((run.layout.video & run.visuals.valid).any()):
+                raise InputError(
+                    f"policy {self.policy.name!r} is for video: it compares frames, and this prompt holds no clip of several"
+                )
+        self._vision = None
+        return run
+
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Start the forward pass of the text model."""
         given = _named(module, args, kwargs)
@@ -200,17 +273,22 @@ class Session:
                 f"gradient checkpointing of transformers {compat.transformers_version()} runs hooks twice; "
                 "switch it off or use a newer transformers"
             )
-        self._run = Forward(rows, length, compat.mask_form(self._decoder.config))
-        if length > 1:  # a single token is a decoding step: whatever its id, there is nothing to drop
-            if mask is None:
-                mask = self.plan.adapter.visual_mask(self.model, inputs)
-            self._run.find_visuals(mask, inputs.get("attention_mask"))
-            seen = compat.tokens_seen(inputs)
-            self._refuse_split_image(self._run, seen)
-            if self._run.visuals is None and not seen:
-                note = "the prompt holds no visual token; it ran unpruned"
-                warnings.warn(note, NoVisualTokensWarning, stacklevel=2)
-                self._report = Report(self.policy.name, self.policy.digest, notes=(note,))
+        if length == 1:  # a single token is a decoding step: whatever its id, there is nothing to drop
+            self._run = Forward(rows, length, compat.mask_form(self._decoder.config))
+            self._run.renumbers = self.policy.positions == "renumber"
+            return
+        if mask is None:
+            mask = self.plan.adapter.visual_mask(self.model, inputs)
+        run = self._run = self._forward(rows, length, mask, inputs)
+        seen = compat.tokens_seen(inputs)
+        self._refuse_split_image(run, seen)
+        if run.visuals is not None and not self.plan.prefill_stages:
+            self._prefills += 1
+            self._report = self._finished(run)
+        if run.visuals is None and not seen:
+            note = "the prompt holds no visual token; it ran unpruned"
+            warnings.warn(note, NoVisualTokensWarning, stacklevel=2)
+            self._report = Report(self.policy.name, self.policy.digest, notes=(note,))
 
     def _refuse_split_image(self, run: Forward, seen: int) -> None:
         """Refuse a prefill in chunks that cuts an image in two: each part would be ranked and budgeted by itself."""
@@ -223,11 +301,11 @@ class Session:
                 "leave out prefill_chunk_size, or choose one that holds the prompt up to the end of its images"
             )
 
-    def _before_layer(
-        self, index: int, stage: PlannedStage | None, follower: PlannedStage | None
-    ) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]] | None]:
-        """Return the hook of a layer: `stage` acts before it, `follower` will act before the next one."""
+    def _before_layer(self, index: int) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]] | None]:
+        """Return the hook of a layer: some stages act before it, others will act before the next one."""
         names = tuple(inspect.signature(self._layers[index].forward).parameters)
+        stages, followers = self.plan.stages_at(index), self.plan.stages_at(index + 1)
+        decoding = self._decoding
 
         def hook(
             layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -237,11 +315,22 @@ class Session:
                 return None
             given = {**dict(zip(names, args, strict=False)), **kwargs}
             states = given["hidden_states"]
-            if stage is not None and run.visuals is not None:
-                states = self._act(run, stage, layer, index, given)
+            if run.visuals is not None:
+                if index == 0:
+                    self._take_input(run, states)
+                    states = self._carry_out(run, given, states)
+                for stage in stages:
+                    if stage.at.text != "vision.output":
+                        states = self._act(run, stage, layer, index, {**given, "hidden_states": states})
+                if stages:
+                    run.forget()
+            if decoding is not None:
+                decoding.before_layer(run, index, given)
             cut = self._cut(run, index, given, states)
-            if follower is not None and run.visuals is not None:
-                self._watch(run, follower, layer, states)
+            if followers and run.visuals is not None:
+                self._watch(run, followers, layer, index, given if cut is None else cut)
+            if decoding is not None:
+                decoding.watch(run, index, self.plan.adapter.attention(layer), self._taps)
             return None if cut is None else ((), cut)
 
         return hook
@@ -255,6 +344,146 @@ class Session:
             return (run.view.put_back(run.logical, output[0]), *output[1:])
         return run.view.put_back(run.logical, output)
 
+    # ---- the vision side --------------------------------------------------------------------------------------------
+
+    def _open_eyes(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Prepare for what the tower is about to show; `generate` runs it before it runs the model."""
+        assert self.plan.tower is not None
+        given, adapter = _named(module, args, kwargs), self.plan.adapter
+        self._vision = Vision(
+            self.plan.tower, adapter.tower_grids(self.model, given), adapter.tower_order(self.model, given)
+        )
+
+    def _tower_layer(self, sites: Sequence[str]) -> tuple[Callable[..., None], Callable[..., None]]:
+        """Return the hooks before and after a layer of the vision tower that is read from under these names."""
+        attends = any(
+            signal.name in _OF_A_KERNEL and str(signal.at) in sites
+            for stage in self.plan.stages
+            for signal in stage.signals
+        )
+
+        def before(layer: nn.Module, args: Any) -> None:
+            for site in sites if attends and self._vision is not None else ():
+                assert self._vision is not None
+                look = partial(self._vision.saw_attention, site)
+                self._taps.append(compat.attention_taps.set(self.plan.adapter.attention(layer), look))
+
+        def after(layer: nn.Module, args: Any, output: Any) -> None:
+            self._untap()
+            for site in sites if self._vision is not None else ():
+                assert self._vision is not None
+                self._vision.saw_output(site, output[0] if isinstance(output, tuple) else output)
+
+        return before, after
+
+    def _before_projector(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """Keep what enters the projector; where a stage acts here, let the projector run on what stays."""
+        vision, features = self._vision, args[0]
+        if vision is None:
+            return None
+        vision.saw_output("vision.output", features)
+        stages = [stage for stage in self.plan.prefill_stages if stage.at.text == "vision.output"]
+        if not stages:
+            return None
+        tokens = vision.tokens_of(features)  # [T, merge, D]
+        flat = tokens.flatten(1)
+        for stage in stages:
+            flat = self._decide_features(vision, stage, flat)
+        self._kept_flat = vision.decided[-1].kept
+        kept = flat.view_as(tokens)[self._kept_flat].flatten(0, 1)
+        return (kept.unsqueeze(0) if features.ndim > 2 else kept, *args[1:])
+
+    def _decide_features(self, vision: Vision, stage: PlannedStage, flat: Tensor) -> Tensor:
+        """Decide a stage image by image, over features [T, D] in tower order; return the features as they are after it."""
+        place, valid = vision.images()
+        before = vision.decided[-1] if vision.decided else None
+        if before is not None:  # what an earlier stage dropped must not be seen
+            valid = valid & before.kept[place]
+            most = max(int(valid.sum(dim=1).max()), 1)
+            order = (~valid).to(torch.uint8).argsort(dim=1, stable=True)[:, :most]
+            place, valid = place.gather(1, order), valid.gather(1, order)
+        ordinal = torch.arange(place.shape[1], device=place.device).expand_as(place) if before is None else order
+        features = flat[place]
+        signals: dict[Any, Any] = {}
+        for signal in stage.signals:
+            if signal.name == "hidden" and (signal.is_here or str(signal.at) == "vision.output"):
+                signals[signal] = features
+            elif signal.name == "layout":
+                layout = vision.layout_of_images()
+                signals[signal] = layout if before is None else layout.map(lambda x: x.gather(1, ordinal))
+            else:
+                value = vision.read(signal)
+                signals[signal] = value.laid(lambda x: x[place]) if isinstance(value, TowerAttention) else value[place]
+        sizes = before.sizes[place] if before is not None and before.sizes is not None else None
+        context = PruneContext(valid, ordinal, self.policy.seed, stage.number, signals, sizes=sizes)
+        size = valid.sum(dim=1)
+        decision = decide(
+            stage, context, original=size, hidden=features if stage.merger.changes_states else None,
+            require=self._require, where=stage.site,
+        )  # fmt: skip
+
+        def spread(values: Tensor | None, empty: float) -> Tensor | None:
+            if values is None:
+                return None
+            out = torch.full((flat.shape[0],), empty, dtype=values.dtype, device=flat.device)
+            out[place[valid]] = values[valid]
+            return out
+
+        kept, scores = spread(decision.kept, False), spread(decision.scores, -torch.inf)
+        assert kept is not None
+        vision.decided.append(FlatDecision(stage.number, kept, scores, spread(decision.sizes, 1.0)))
+        if decision.states is not None:
+            flat = flat.index_copy(0, place[valid], decision.states[valid].to(flat.dtype))
+        return flat
+
+    def _after_projector(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Keep what left the projector, and put it back where the model expects it."""
+        vision, kept = self._vision, self._kept_flat
+        self._kept_flat = None
+        if vision is None:
+            return None
+        if kept is not None:
+            flat = output.flatten(0, 1) if output.ndim > 2 else output
+            output = flat.new_zeros(kept.shape[0], flat.shape[-1]).masked_scatter(kept.unsqueeze(-1), flat)
+        vision.saw_output("projector.output", output)
+        if kept is None:
+            return None
+        features = vision.outputs["vision.output"][-1]
+        return output if features.ndim <= 2 else output.view(features.shape[0], -1, output.shape[-1])
+
+    def _take_input(self, run: Forward, states: Tensor) -> None:
+        """Keep the input embeddings where a later stage compares with them."""
+        for stage in self.plan.prefill_stages:
+            for signal in stage.signals:
+                if str(signal.at) == "llm.input" and signal not in run.captured:
+                    read = visual_of if signal.of == "visual" else text_of
+                    run.captured[signal] = read(run, states)
+
+    def _carry_out(self, run: Forward, given: dict[str, Any], states: Tensor) -> Tensor:
+        """Drop before decoder layer 0 what stages decided on the vision side; return the states that are left."""
+        wanted = [stage for stage in self.plan.prefill_stages if stage.at.text == "vision.output"]
+        decided = run.vision.decided if run.vision is not None else []
+        if len(decided) != len(wanted):
+            raise InputError(
+                "the policy acts at vision.output, but the projector did not run in this forward pass; give the images "
+                "to the model (pixel_values), not features made before"
+            )
+        past = compat.tokens_seen(given, 0)
+        for stage, decision in zip(wanted, decided, strict=True):
+            assert run.visuals is not None and run.vision is not None
+            before = run.positions(run.visuals, past)
+            ordinal, valid = run.visuals.ordinal, run.visuals.valid
+            kept = take(run.vision.to_rows(decision.kept), ordinal, 1) & valid
+            scores = None if decision.scores is None else take(run.vision.to_rows(decision.scores), ordinal, 1)
+            if decision.sizes is not None:
+                run.sizes = take(run.vision.to_rows(decision.sizes), ordinal, 1)
+            counts = tuple(kept.sum(dim=1).tolist())
+            if counts != run.visuals.counts:
+                states = run.narrow(states, kept, counts)
+            run.left.append(counts)
+            self._record(run, stage, before, run.positions(run.visuals, past), scores)
+        return states
+
     # ---- a stage ----------------------------------------------------------------------------------------------------
 
     def _act(self, run: Forward, stage: PlannedStage, layer: nn.Module, index: int, given: dict[str, Any]) -> Tensor:
@@ -262,73 +491,107 @@ class Session:
         states: Tensor = given["hidden_states"]
         visuals = run.visuals
         assert visuals is not None
-        keep = [self.plan.counts(n)[stage.number] for n in visuals.original]
         past = compat.tokens_seen(given, index)
         before, scores = run.positions(visuals, past), None
-        if tuple(keep) != visuals.counts:
-            signal = stage.signal("attention")
-            if signal is not None and signal.layer == "this":
-                run.attention = self._probe(run, stage, layer, index, given)
-            context = self._context(run, stage, states)
-            with torch.no_grad():
-                kept, scores = self._select(stage, context, visuals, keep)
-            if stage.merger.changes_states:
-                states = self._merge(stage, context, run, states, kept)
-            states = run.narrow(states, kept, keep)
-        run.previous = run.attention = None  # also where nothing was dropped: states of a layer are not held for long
+        if not stage.is_planned or stage.merger.changes_states or self._keeps(run, stage) != visuals.counts:
+            context = self._context(run, stage, layer, index, given)
+            hidden = visual_of(run, states) if stage.merger.changes_states else None
+            decision = self._decided(run, stage, context, visuals.counts, hidden)
+            scores = decision.scores
+            if decision.states is not None:
+                view = View(visuals.slots, None if min(visuals.counts) == max(visuals.counts) else visuals.valid, (), 0)
+                states = view.put_back(states, decision.states.to(states.dtype))
+            if decision.sizes is not None:
+                run.sizes = decision.sizes
+            if decision.counts != visuals.counts or decision.sizes is not None:
+                states = run.narrow(states, decision.kept, decision.counts)
         assert run.visuals is not None
+        run.left.append(run.visuals.counts)
         self._record(run, stage, before, run.positions(run.visuals, past), scores)
         return states
 
-    def _context(self, run: Forward, stage: PlannedStage, states: Tensor) -> PruneContext:
-        visuals = run.visuals
+    def _keeps(self, run: Forward, stage: PlannedStage) -> tuple[int, ...]:
+        """Return how many tokens of each row the selector of a planned stage keeps."""
+        assert run.visuals is not None
+        known = [tuple(row) for row in zip(*run.left, strict=True)] if self.plan.depends_on_data and run.left else None
+        return tuple(
+            self.plan.keeps(visual, text, known[row] if known else ())[stage.number]
+            for row, (visual, text) in enumerate(zip(run.visuals.original, run.texts, strict=True))
+        )
+
+    def _decided(
+        self, run: Forward, stage: PlannedStage, context: PruneContext, alive: Sequence[int], hidden: Tensor | None
+    ) -> Decision:
+        """Decide a stage on its context; counts that a planner knows never wait for the device."""
+        assert run.visuals is not None
+        device = context.valid.device
+        keep = (
+            [min(wanted, n) for wanted, n in zip(self._keeps(run, stage), alive, strict=True)]
+            if stage.is_planned
+            else None
+        )
+        return decide(
+            stage,
+            context,
+            original=per_row(run.visuals.original, device),
+            keep=None if keep is None else per_row(keep, device),
+            counts=keep,
+            hidden=hidden,
+            require=self._require,
+            where=stage.site,
+        )
+
+    def _context(
+        self, run: Forward, stage: PlannedStage, layer: nn.Module, index: int, given: dict[str, Any]
+    ) -> PruneContext:
+        """Return what the parts of a stage may see: the signals they declared."""
+        visuals, states = run.visuals, given["hidden_states"]
         assert visuals is not None
-        signals: dict[str, Any] = {}
+        probed = [s for s in stage.signals if s.is_here and s.name in _OF_A_KERNEL and s.layer == "this"]
+        found = self._probe(run, layer, index, self._cut(run, index, given, states) or given, probed)
+        signals: dict[Any, Any] = {}
         for signal in stage.signals:
-            if signal.name == "hidden":
-                signals["hidden"] = take(states, visuals.slots, 1)
+            if signal in found:
+                signals[signal] = found[signal]
+            elif signal in run.captured:
+                signals[signal] = run.captured[signal]
+            elif not signal.is_here or signal.name in ("layout", "paired"):
+                signals[signal] = self._read(run, signal, visuals.ordinal)
             elif signal.name == "previous_hidden":
                 assert run.previous is not None
-                signals["previous_hidden"] = take(run.previous, visuals.slots, 1)
+                signals[signal] = visual_of(run, run.previous)
             else:
-                signals["attention"] = run.attention
-        return PruneContext(visuals.valid, visuals.ordinal, self.policy.seed, stage.number, signals)
+                seen = self.plan.adapter.final_norm(self.model)(states) if signal.norm else states
+                signals[signal] = visual_of(run, seen) if signal.of == "visual" else text_of(run, seen)
+        return PruneContext(visuals.valid, visuals.ordinal, self.policy.seed, stage.number, signals, sizes=run.sizes)
 
-    def _select(
-        self, stage: PlannedStage, context: PruneContext, visuals: Visuals, keep: Sequence[int]
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return [B, N] bool, what stays, and the scores it was chosen by (None for a selector that needs none)."""
-        scores = None
-        if stage.scorer is not None:
-            scores = stage.scorer.score(context)
-            if scores.shape != context.valid.shape:
-                raise PluginContractError(
-                    f"scorer {stage.scorer.name!r} returned shape {tuple(scores.shape)}, not {tuple(context.valid.shape)}"
-                )
-            finite = (scores.isfinite() | ~context.valid).all()
-            self._require(finite, f"scorer {stage.scorer.name!r} returned a score that is not finite at {stage.site}")
-            scores = scores.float().masked_fill(~context.valid, -torch.inf)
-        wanted = per_row(keep, context.valid.device)
-        ranked = scores if scores is not None else context.valid.float()
-        kept = stage.selector.select(ranked, wanted, context)
-        if kept.shape != context.valid.shape or kept.dtype != torch.bool:
-            raise PluginContractError(
-                f"selector {stage.selector.name!r} returned {kept.dtype} {tuple(kept.shape)}, "
-                f"not bool {tuple(context.valid.shape)}"
+    def _read(self, run: Forward, signal: Signal, ordinal: Tensor) -> Any:
+        """Return a signal that is known for all visual tokens, for those named by `ordinal` [B, N]."""
+        if signal.name == "layout":
+            assert run.layout is not None
+            return run.layout.map(lambda x: take(x, ordinal, 1))
+        if signal.name == "paired":
+            return self._paired(run, ordinal)
+        if run.vision is None:
+            raise InputError(
+                f"the policy reads {signal.at}, but the vision side did not run in this forward pass; give the images to "
+                "the model (pixel_values), not features made before"
             )
-        exact = ((kept & context.valid).sum(dim=1) == wanted).all() & ~(kept & ~context.valid).any()
-        self._require(
-            exact, f"selector {stage.selector.name!r} did not keep exactly the tokens asked for at {stage.site}"
-        )
-        return kept, scores
+        vision, value = run.vision, run.vision.read(signal)
+        if isinstance(value, TowerAttention):
+            return value.laid(lambda flat: take(vision.to_rows(flat), ordinal, 1))
+        return take(vision.to_rows(value), ordinal, 1)
 
-    def _merge(self, stage: PlannedStage, context: PruneContext, run: Forward, states: Tensor, kept: Tensor) -> Tensor:
-        visuals = run.visuals
-        assert visuals is not None
-        hidden = take(states, visuals.slots, 1)
-        merged = stage.merger.merge(hidden, kept, replace(context, signals={**context.signals, "hidden": hidden}))
-        view = View(visuals.slots, None if min(visuals.counts) == max(visuals.counts) else visuals.valid, (), 0)
-        return view.put_back(states, merged.to(states.dtype))
+    def _paired(self, run: Forward, ordinal: Tensor) -> Paired:
+        """Return embeddings of the user's aligned tower, for the visual tokens named by `ordinal`."""
+        assert self.text_tower is not None
+        if run.vision is None or run.prompts is None:
+            raise InputError(
+                "a policy that compares images with text needs pixel_values and input_ids in this forward pass"
+            )
+        features = run.vision.to_rows(run.vision.read(Signal("hidden", at=Site("vision.output"))))
+        paired = self.text_tower.pair(features, run.prompts)
+        return replace(paired, image=take(paired.image, ordinal, 1))
 
     def _require(self, holds: Tensor, message: str) -> None:
         """Check a plugin's result: at once on CPU, at the end elsewhere, so that no stage waits for the device."""
@@ -344,45 +607,68 @@ class Session:
             if not holds:
                 raise PluginContractError(message)
 
-    # ---- attention of a few rows ------------------------------------------------------------------------------------
+    # ---- signals of a kernel ----------------------------------------------------------------------------------------
 
-    def _watch(self, run: Forward, follower: PlannedStage, layer: nn.Module, states: Tensor) -> None:
-        """Before the layer ahead of a stage: keep what the stage's scorer will ask for."""
-        if follower.signal("previous_hidden") is not None:
-            run.previous = states
-        signal = follower.signal("attention")
-        if signal is not None and signal.layer == "previous":
-            module = self.plan.adapter.attention(layer)
-            run.tap(module, lambda call: run.read_attention(call, signal.query))
+    def _watch(
+        self, run: Forward, followers: Sequence[PlannedStage], layer: nn.Module, index: int, arguments: dict[str, Any]
+    ) -> None:
+        """Before the layer ahead of some stages: keep what their parts will ask for."""
+        wanted = [signal for stage in followers for signal in stage.signals if signal.is_here]
+        if any(signal.name == "previous_hidden" for signal in wanted):
+            run.previous = arguments["hidden_states"]
+        ahead = [s for s in dict.fromkeys(wanted) if s.name in _OF_A_KERNEL and s.layer == "previous"]
+        run.captured.update(self._probe(run, layer, index, arguments, [s for s in ahead if not s.rope]))
+        tapped = [s for s in ahead if s.rope]
+        if tapped:
 
-    def _untap(self, layer: nn.Module, args: Any, output: Any) -> None:
-        if self._run is not None:
-            self._run.untap()
+            def look(call: compat.AttentionCall) -> None:
+                for signal in tapped:
+                    run.captured[signal] = from_call(run, call, signal, self._rope_base)
+
+            self._taps.append(compat.attention_taps.set(self.plan.adapter.attention(layer), look))
+
+    def _untap(self, *_: Any) -> None:
+        while self._taps:
+            self._taps.pop()()
 
     def _probe(
-        self, run: Forward, stage: PlannedStage, layer: nn.Module, index: int, given: dict[str, Any]
-    ) -> AttentionRows | None:
-        """Run the layer up to its attention kernel on the states before the cut, to see its queries and keys."""
-        signal = stage.signal("attention")
-        assert signal is not None
-        arguments = self._cut(run, index, given, given["hidden_states"]) or dict(given)
-        name = compat.cache_argument(arguments)
-        if name is not None:
-            arguments[name] = _PeekingCache(arguments[name])
+        self, run: Forward, layer: nn.Module, index: int, arguments: dict[str, Any], signals: Sequence[Signal]
+    ) -> dict[Signal, Any]:
+        """Run a layer up to its attention kernel, on states before the cut, to see its queries and keys."""
+        found: dict[Signal, Any] = {}
+        for rope in (True, False):
+            wanted = [signal for signal in signals if signal.rope == rope]
+            if not wanted:
+                continue
+            given = dict(arguments)
+            name = compat.cache_argument(given)
+            if name is not None:
+                given[name] = _PeekingCache(given[name])
+            if not rope:
+                given["position_embeddings"] = self._no_rotation(given.get("position_embeddings"))
 
-        def look(call: compat.AttentionCall) -> None:
-            run.read_attention(call, signal.query)
-            raise _Seen
+            def look(call: compat.AttentionCall, wanted: Sequence[Signal] = wanted) -> None:
+                found.update({signal: from_call(run, call, signal, self._rope_base) for signal in wanted})
+                raise _Seen
 
-        run.tap(self.plan.adapter.attention(layer), look)
-        try:
-            with torch.no_grad():
-                layer.forward(**arguments)
-        except _Seen:
-            pass
-        finally:
-            run.untap()
-        return run.attention
+            untap = compat.attention_taps.set(self.plan.adapter.attention(layer), look)
+            try:
+                with torch.no_grad():
+                    layer.forward(**given)
+            except _Seen:
+                pass
+            finally:
+                untap()
+        return found
+
+    def _no_rotation(self, rotary: Any) -> tuple[Tensor, Tensor]:
+        """Return (cos, sin) that turn nothing, in the shape of the model's own."""
+        if not (isinstance(rotary, tuple) and len(rotary) == 2):
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} does not hand (cos, sin) to its layers, so attention before the rotary "
+                "embedding (rope: false) cannot be read"
+            )
+        return torch.ones_like(rotary[0]), torch.zeros_like(rotary[1])
 
     # ---- cutting ----------------------------------------------------------------------------------------------------
 
@@ -391,10 +677,15 @@ class Session:
         name = compat.cache_argument(given)
         cache = given[name] if name is not None else None
         past = caches.slots_of(cache, index) if cache is not None else None
-        if run.view is None and past is None:
+        decodes = self._decoding is not None and self._decoding.has_view(index) and cache is not None
+        if run.view is None and past is None and not decodes:
             return None
         arguments = {**run.on_view(given), "hidden_states": states}
+        if run.renumbers and (run.view is not None or (past is not None and past.next_id is not None)):
+            arguments = self._renumbered(run, past, arguments, states)
         keys, seen = self._keys(run, cache, index, states.device)
+        if self._decoding is not None:
+            keys = self._decoding.visible(run, index, keys)
         window = getattr(cache.layers[index], "sliding_window", None) if cache is not None else None
         if run.form == "flash":
             self._refuse_long_window(window, keys.length)
@@ -403,6 +694,17 @@ class Session:
         if "attention_mask" in given:
             arguments["attention_mask"] = run.mask(given["attention_mask"], states.dtype, keys, seen, window)
         return arguments
+
+    def _renumbered(
+        self, run: Forward, past: Slots | None, arguments: dict[str, Any], states: Tensor
+    ) -> dict[str, Any]:
+        """Return the arguments with position ids counted over what is alive, and the rotary embedding made anew from them."""
+        ids = run.new_ids(past)
+        changed = {**arguments, "position_ids": ids} if arguments.get("position_ids") is not None else dict(arguments)
+        rotary = self.plan.adapter.rotary(self.model)
+        if rotary is not None and "position_embeddings" in arguments:
+            changed["position_embeddings"] = run.once(lambda: rotary(states, ids), "rotary anew", ids)
+        return changed
 
     def _keys(self, run: Forward, cache: Any, index: int, device: torch.device) -> tuple[Slots, int]:
         """Return the slots the kernel will see in this layer, and the logical length seen before this chunk."""
@@ -437,15 +739,16 @@ class Session:
                 scores=None if scores is None else [row[: len(at)] for row, at in zip(scores, before, strict=True)],
             )
         )
-        if stage.number == len(self.plan.stages) - 1:
+        if stage.number == len(self.plan.prefill_stages) - 1:
             self._prefills += 1
             self._report = self._finished(run)
 
     def _finished(self, run: Forward) -> Report:
         assert run.visuals is not None
+        left = [tuple(row) for row in zip(*run.left, strict=True)] or [()] * run.rows
         costs = [
-            (self.plan.cost(visual, text), self.plan.dense_cost(visual, text))
-            for visual, text in zip(run.visuals.original, run.texts, strict=True)
+            (self.plan.cost(visual, text, left[row]), self.plan.dense_cost(visual, text))
+            for row, (visual, text) in enumerate(zip(run.visuals.original, run.texts, strict=True))
         ]
         return Report(
             policy=self.policy.name,
@@ -458,6 +761,18 @@ class Session:
             kv_ratio=sum(cost.kv_bytes for cost, _ in costs) / sum(dense.kv_bytes for _, dense in costs),
             prefills=self._prefills,
         )
+
+
+def _vision_sites(plan: Plan) -> dict[int, list[str]]:
+    """Return the layers of the vision tower that some stage reads, with the names they are read under."""
+    found: dict[int, list[str]] = {}
+    for stage in plan.stages:
+        for signal in stage.signals:
+            if signal.at is not None and signal.at.part == "vision" and signal.at.is_layer and plan.tower is not None:
+                names = found.setdefault(signal.at.layer(plan.tower.depth), [])
+                if signal.at.text not in names:
+                    names.append(signal.at.text)
+    return found
 
 
 class _Seen(Exception):

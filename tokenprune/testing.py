@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +26,19 @@ __all__ = ["Signals", "check_policy", "grid_layout", "hidden_columns", "make_con
 
 
 @contextmanager
-def hidden_columns(layers: Sequence[nn.Module], *reports: Report) -> Iterator[None]:
+def hidden_columns(
+    layers: Sequence[nn.Module], *reports: Report, rotary: nn.Module | None = None, real: Tensor | None = None
+) -> Iterator[None]:
     """Run the model densely inside the block, with what the reports say was dropped hidden as keys, in the stage's layer on.
 
     One report per prefill that shares a cache. Where a row was repeated (beams, samples) after the report was made, row i
-    of the report stands for the i-th group of rows.
+    of the report stands for the i-th group of rows. What a decoding stage left out of view is hidden step by step.
+    rotary: for policies that renumber positions, makes the rotary embedding of the ids counted over the tokens alive;
+    real: [B, Q] the attention mask of the prompt, whose padding is not counted.
     """
     handles = [
-        layer.register_forward_pre_hook(_hide(reports, index), with_kwargs=True) for index, layer in enumerate(layers)
+        layer.register_forward_pre_hook(_hide(reports, index, rotary, real), with_kwargs=True)
+        for index, layer in enumerate(layers)
     ]
     try:
         yield
@@ -41,21 +47,47 @@ def hidden_columns(layers: Sequence[nn.Module], *reports: Report) -> Iterator[No
             handle.remove()
 
 
-def _hide(reports: Sequence[Report], index: int) -> Callable[..., Any]:
+def _hide(reports: Sequence[Report], index: int, rotary: nn.Module | None, real: Tensor | None) -> Callable[..., Any]:
     dropped: list[set[int]] = [set() for _ in reports[0].visual_tokens]
+    acted = False
     for stage in (stage for report in reports for stage in report.stages if stage.layer <= index):
+        acted = True
         for row, before, after in zip(dropped, stage.positions, stage.kept, strict=True):
             row |= set(before.tolist()) - set(after.tolist())
+    decoding = reports[-1].decoding
+    steps = decoding.hidden if decoding is not None and decoding.layer <= index else []
+    done = [0]
 
     def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         states = args[0] if args else kwargs["hidden_states"]
+        length = states.shape[1]
         repeats = states.shape[0] // len(dropped)
         seen = compat.tokens_seen(kwargs, index)
-        rows = [row for row in dropped for _ in range(repeats)]
-        kwargs["attention_mask"] = _without(kwargs["attention_mask"], rows, states, seen)
+        rows = [set(row) for row in dropped for _ in range(repeats)]
+        done[0] = done[0] + 1 if length == 1 else 0
+        if steps and length == 1:
+            for row, hidden in zip(rows, steps[done[0] - 1], strict=True):
+                row |= set(hidden.nonzero().flatten().tolist())
+        if any(rows):
+            kwargs["attention_mask"] = _without(kwargs["attention_mask"], rows, states, seen)
+        if rotary is not None and acted:
+            kwargs["position_embeddings"] = rotary(states, _counted(dropped, real, states, seen))
         return args, kwargs
 
-    return hook if any(dropped) else lambda layer, args, kwargs: None
+    return hook if any(dropped) or steps or (rotary is not None and acted) else lambda layer, args, kwargs: None
+
+
+def _counted(dropped: Sequence[set[int]], real: Tensor | None, states: Tensor, seen: int) -> Tensor:
+    """Return position ids [B, Q] counted over the tokens alive, one at a time."""
+    ids = torch.zeros(states.shape[:2], dtype=torch.long, device=states.device)
+    for row, gone in enumerate(dropped):
+        number = 0
+        for position in range(seen + states.shape[1]):
+            if position >= seen:
+                ids[row, position - seen] = number
+            padding = real is not None and position < real.shape[1] and not real[row, position]
+            number += position not in gone and not padding
+    return ids
 
 
 def _without(mask: Tensor | None, dropped: Sequence[set[int]], states: Tensor, seen: int) -> Tensor:
@@ -104,7 +136,10 @@ def check_policy(
             pruned = model(**inputs).logits
             report = session.report
             generated = model.generate(**inputs, **generate)
-        with hidden_columns(session.plan.adapter.layers(model), report):
+            report = replace(report, decoding=session.report.decoding)
+        adapter, renumbers = session.plan.adapter, session.policy.positions == "renumber"
+        rotary = adapter.rotary(model) if renumbers else None
+        with hidden_columns(adapter.layers(model), report, rotary=rotary, real=inputs.get("attention_mask")):
             dense = model(**inputs).logits
             expected = model.generate(**inputs, **generate)
     alive = _alive(report, inputs)
@@ -151,7 +186,9 @@ class Signals(Mapping[Signal, Any]):
         return True
 
     def __iter__(self) -> Iterator[Signal]:
-        return iter(key if isinstance(key, Signal) else Signal(key) for key in self.values_by if "text_" not in str(key))
+        return iter(
+            key if isinstance(key, Signal) else Signal(key) for key in self.values_by if "text_" not in str(key)
+        )
 
     def __len__(self) -> int:
         return len(self.values_by)
@@ -212,7 +249,7 @@ def make_context(
 
 def grid_layout(ordinal: Tensor, grid: tuple[int, int, int]) -> Layout:
     """Return the layout of one image or clip of `grid` (frames, rows, columns) in raster order; `ordinal`: [B, N]."""
-    frames, rows, columns = grid
+    _, rows, columns = grid
     sizes = [torch.full_like(ordinal, size) for size in grid]
     return Layout(
         image=torch.zeros_like(ordinal),

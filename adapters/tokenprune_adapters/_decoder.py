@@ -108,6 +108,32 @@ class DecoderAdapter(Adapter):
             f"no attention module was found in {type(layer).__name__}; write an adapter (docs/adapters.md)"
         )
 
+    def final_norm(self, model: nn.Module) -> nn.Module:
+        """Return the norm after the last decoder layer."""
+        decoder = self.decoder(model)
+        for name in ("norm", "final_layernorm", "ln_f", "final_layer_norm"):
+            module = getattr(decoder, name, None)
+            if isinstance(module, nn.Module):
+                return module
+        raise UnsupportedModelError(
+            f"no final norm was found in {type(decoder).__name__}; write an adapter (docs/adapters.md)"
+        )
+
+    def renumbers(self, config: Any) -> str:
+        """Return why position ids cannot be counted anew: they are a grid, or differ between layers."""
+        text = self.text_config(config)
+        rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+        if "mrope_section" in rope or "mrope_interleaved" in rope:
+            return "its positions are grids of time, row and column (M-RoPE), not one sequence"
+        if any(isinstance(value, dict) for value in rope.values()):
+            return "its layers have rotary embeddings of different kinds"
+        return ""
+
+    def rotary(self, model: nn.Module) -> nn.Module | None:
+        """Return the decoder's rotary embedding."""
+        module = getattr(self.decoder(model), "rotary_emb", None)
+        return module if isinstance(module, nn.Module) else None
+
     def visual_mask(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor | None:
         """Return [B, Q] bool from `input_ids`, or from `inputs_embeds` that still hold the placeholder embeddings."""
         wanted = sorted(self.visual_token_ids(model.config))
@@ -132,6 +158,25 @@ class DecoderAdapter(Adapter):
         size = self.visual_tokens_per_image(config)
         step = size if size and len(run) % size == 0 else len(run)
         return [_square(run[start : start + step]) for start in range(0, len(run), step)]
+
+
+def part_of(model: nn.Module, name: str) -> nn.Module:
+    """Return the module of that name, wherever the model keeps it."""
+    for path, module in model.named_modules():
+        if path.rpartition(".")[2] == name:
+            found: nn.Module = module
+            return found
+    raise UnsupportedModelError(f"{type(model).__name__} has no part named {name}")
+
+
+def layers_in(tower: nn.Module) -> Sequence[nn.Module]:
+    """Return the layers of a vision tower: its first list of modules called `layers` or `blocks`."""
+    for part in tower.modules():
+        for name in ("layers", "blocks"):
+            layers = getattr(part, name, None)
+            if isinstance(layers, nn.ModuleList):
+                return list(layers)
+    raise UnsupportedModelError(f"no layers were found in the vision tower {type(tower).__name__}")
 
 
 def _square(run: range) -> TokenSpan:

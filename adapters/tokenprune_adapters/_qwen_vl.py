@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from tokenprune.interfaces import Tower
 from tokenprune.tokens import TokenSpan
-from tokenprune_adapters._decoder import DecoderAdapter, _runs
+from tokenprune_adapters._decoder import DecoderAdapter, _runs, layers_in, part_of
 
 
 class QwenVLAdapter(DecoderAdapter):
@@ -17,6 +18,28 @@ class QwenVLAdapter(DecoderAdapter):
     def visual_tokens_per_image(self, config: Any) -> int | None:
         """Return None: it depends on the image."""
         return None
+
+    def tower(self, config: Any) -> Tower | None:
+        """Return the tower, whose merger joins `spatial_merge_size`^2 adjacent patches into a token."""
+        vision = config.vision_config
+        return Tower(vision.depth, merge=vision.spatial_merge_size**2)
+
+    def tower_module(self, model: nn.Module) -> nn.Module:
+        """Return the vision tower; its merger is the projector."""
+        return part_of(model, "visual")
+
+    def tower_layers(self, model: nn.Module) -> Sequence[nn.Module]:
+        """Return the blocks of the tower."""
+        return layers_in(self.tower_module(model))
+
+    def projector(self, model: nn.Module) -> nn.Module:
+        """Return the merger."""
+        return part_of(self.tower_module(model), "merger")
+
+    def tower_grids(self, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[tuple[int, int, int], ...]:
+        """Return one grid per image or clip, after the merger."""
+        config: Any = model.config
+        return tuple(_grids(inputs["grid_thw"], config.vision_config.spatial_merge_size))
 
     def spans(self, config: Any, inputs: Mapping[str, Any]) -> list[tuple[TokenSpan, ...]]:
         """Return images and clips, with (frames, rows, columns) after the merger joined `spatial_merge_size`^2 patches."""

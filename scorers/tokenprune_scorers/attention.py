@@ -61,7 +61,9 @@ class Attention(Scorer):
     def __post_init__(self) -> None:
         tower = self.from_ is not None and self.from_.part == "vision" and self.from_.is_layer
         if self.from_ is not None and not tower:
-            raise ValueError(f"attention is read from vision.layers.<k> or, without 'from', from the decoder; not from {self.from_}")
+            raise ValueError(
+                f"attention is read from vision.layers.<k> or, without 'from', from the decoder; not from {self.from_}"
+            )
         if tower and self.query not in ("cls", "all"):
             raise ValueError(f"a vision tower has no {self.query!r} rows; query is 'cls' or 'all' there")
         if not tower and self.query == "cls":
@@ -70,9 +72,7 @@ class Attention(Scorer):
     @property
     def _rows(self) -> Signal:
         query = "after_image" if self.query == "raters" else self.query
-        return Signal(
-            "attention", at=self.from_, query=query, layer=self.layer, rope=self.rope, probes=self.probes
-        )
+        return Signal("attention", at=self.from_, query=query, layer=self.layer, rope=self.rope, probes=self.probes)
 
     def signals(self) -> tuple[Signal, ...]:
         """Read the attention of the chosen rows; raters also need the input embeddings."""
