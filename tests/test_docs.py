@@ -45,12 +45,14 @@ def stranger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         sys.modules.pop(name, None)
 
 
-def test_tables_of_the_readme_are_the_registry() -> None:
+@pytest.mark.parametrize("page", ["README.md", "docs/methods.md", "docs/parts.md"])
+def test_tables_of_the_documents_are_the_registry(page: str) -> None:
     spec = importlib.util.spec_from_file_location("tables", ROOT / "docs" / "tables.py")
     assert spec and spec.loader
     tables = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tables)
-    text = (ROOT / "README.md").read_text()
+    assert ROOT / page in tables.PAGES
+    text = (ROOT / page).read_text()
     assert tables.rendered(text) == text, "run: python docs/tables.py"
 
 
@@ -120,9 +122,9 @@ def test_the_error_texts_shown_in_the_documents_are_the_real_ones(tmp_path: Path
 def test_the_scorer_of_the_docs_can_be_installed_and_used(stranger: Any) -> None:
     stranger("my_scorers", blocks("docs/scorers.md", "python")[0])
     tiny = zoo.ZOO["llava"]
-    report = check_policy(tiny.model(), tiny.inputs(2), "v2drop-generic-66.7?scorer=hidden_norm&scorer.order=1.0", steps=4,
+    report = check_policy(tiny.model(), tiny.inputs(2), "v2drop-generic-66.7?scorer=spread&scorer.power=1.0", steps=4,
                           forbidden_tokens=tiny.suppress)  # fmt: skip
-    assert {stage.scorer for stage in report.stages} == {"hidden_norm"}
+    assert {stage.scorer for stage in report.stages} == {"spread"}
     plugins.registry.cache_clear()
 
 

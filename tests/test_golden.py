@@ -10,12 +10,12 @@ import torch
 from golden_files import cases
 from torch import Tensor, nn
 
+from tokenprune.budget import Budget
 from tokenprune.interfaces import Adapter, AttentionRows, PruneContext
 from tokenprune.policy import Policy
 from tokenprune.selectors import TopK
 from tokenprune.session import compress
 from tokenprune.testing import Signals
-from tokenprune.budget import Budget
 
 
 class AddingLayer(nn.Module):

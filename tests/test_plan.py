@@ -41,7 +41,7 @@ def test_sites(text: str, depth: int, layer: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["llm", "llm.layers", "llm.layers.1.5", "llm.layers.100%", "llm.layers.-5%", "vision.output", ""]
+    "text", ["llm", "llm.layers", "llm.layers.1.5", "llm.layers.100%", "llm.layers.-5%", "vision", "vision.input", ""]
 )
 def test_what_is_not_a_site(text: str) -> None:
     with pytest.raises(ValueError, match=r"site|share of the depth"):

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import bed
 import pytest
 import torch
 import transformers
+import zoo
 
-from tokenprune.plan import plan
+from tokenprune.errors import PolicyError
+from tokenprune.loading import load, open_image, prepare, sample
+from tokenprune.plan import adapter_for, plan
 from tokenprune.policy import Policy, PolicyInfo, list_policies
 from tokenprune.session import compress
 
@@ -45,13 +50,80 @@ def test_runs_in_a_batch_on_a_model_of_the_depth_it_is_written_for(
         model(**{name: value[: len(value) // 2] for name, value in inputs.items()})
         alone = session.report
     assert logits.isfinite().all()
-    decided, visual = session.plan.depends_on_data, together.visual_tokens[0]
-    for stage, planned in zip(
-        together.stages, session.plan.counts(visual, together.prompt_tokens[0] - visual), strict=True
-    ):
-        assert (stage.tokens_out[0] <= planned) if decided else (stage.tokens_out[0] == planned)
+    visual = together.visual_tokens[0]
+    left = [stage.tokens_out[0] for stage in together.stages]
+    for number, planned in enumerate(session.plan.prefill_stages):
+        known = tuple(left[:number]) if session.plan.depends_on_data else ()
+        expected = session.plan.counts(visual, together.prompt_tokens[0] - visual, known)[number]
+        if planned.is_planned:
+            assert left[number] == expected
+        assert 0 <= left[number] <= (left[number - 1] if number else visual)
     for row, single in zip(together.stages, alone.stages, strict=True):
         assert row.kept[0].tolist() == single.kept[0].tolist()
+
+
+@pytest.mark.parametrize("info", INFOS, ids=IDS)
+def test_plans_on_every_family_that_has_its_signals_and_is_refused_with_the_reason_elsewhere(info: PolicyInfo) -> None:
+    """A plan, or sentences that name what is missing; a signal that the family has is never the reason."""
+    policy, planned, shallow = Policy.load(info.name), 0, False
+    signals = [signal for stage in policy.stages for signal in stage.needs()]
+    sees = any(signal.name == "paired" or (signal.at is not None and signal.at.part != "llm") for signal in signals)
+    acts = any(stage.at.part == "vision" for stage in policy.stages)
+    for family, config in configs().items():
+        adapter = adapter_for(config)
+        try:
+            planned += bool(plan(policy, config).stages)
+        except PolicyError as error:
+            depth = max(
+                (int(stage.at.text.rpartition(".")[2]) for stage in policy.stages if stage.at.text[-1:].isdigit()),
+                default=0,
+            )
+            tower = adapter.tower(config)
+            reasons = {
+                "does not know the vision side": (sees or acts) and tower is None,
+                "no CLS token": tower is not None and not tower.cls,
+                "decoder layers (0 to": policy.written_for.llm is None and depth >= 6,
+                "vision layers (0 to": tower is not None,
+                "M-RoPE": policy.positions == "renumber",
+                "rotary embeddings of different kinds": policy.positions == "renumber",
+                "cannot be reached": policy.average_tokens is not None or policy.prefill_flops is not None,
+            }
+            shallow |= "vision layers (0 to" in str(error)  # the towers of these models have two
+            for problem in error.problems:
+                assert any(text in problem.message and holds for text, holds in reasons.items()), (family, str(problem))
+    if policy.written_for.llm is not None or not any(stage.at.text.startswith("llm.layers") for stage in policy.stages):
+        assert planned or shallow
+
+
+@cache
+def configs() -> dict[str, Any]:
+    return {name: tiny.build().config for name, tiny in zoo.ZOO.items()}
+
+
+@pytest.mark.parametrize(
+    "info", [info for info in INFOS if Policy.load(info.name).modality == "any"], ids=lambda info: info.name
+)
+def test_runs_on_the_embedded_lvlm(info: PolicyInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twelve layers: a file whose layer numbers are those of one model, and says so by its name, is refused."""
+    monkeypatch.chdir(tmp_path)
+    policy, (model, inputs) = Policy.load(info.name), embedded()
+    try:
+        session = compress(model, policy, **bed.resources(policy, model, tmp_path))
+    except PolicyError as error:
+        assert any(text in info.name for text in ("llava-1.5-7b", "press", "qwen2-vl")) and "decoder layers" in str(
+            error
+        )
+        return
+    with torch.no_grad(), session:
+        logits = model(**inputs).logits
+    assert logits.isfinite().all()
+    assert len(session.report.stages) == len(session.plan.prefill_stages)
+
+
+@cache
+def embedded() -> tuple[Any, dict[str, Any]]:
+    loaded, chosen = load(None, device="cpu"), sample()
+    return loaded.model, prepare(loaded, open_image(chosen.image), chosen.question)
 
 
 PUBLISHED = {

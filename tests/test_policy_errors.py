@@ -38,8 +38,8 @@ CASES = {
     ),
     HEAD + "  - at: llm.layers.two\n    scorer: variation\n    budget: {keep_ratio: 0.5}\n": (
         "mine.yaml:3:9: stages[0].at: 'llm.layers.two' is not a site; possible are 'vision.output', "
-        "'projector.output', 'llm.input', 'llm.layers.<k>', 'decode.layers.<k>' and, to read a signal, 'vision.layers.<k>', with "
-        "<k> a 0-based layer, a negative one (-1 is the last) or a share of the depth (25%)"
+        "'projector.output', 'llm.input', 'llm.layers.<k>', 'decode.layers.<k>' and, to read a signal, 'vision.layers.<k>', "
+        "with <k> a 0-based layer, a negative one (-1 is the last) or a share of the depth (25%)"
     ),
     HEAD + "  - at: llm.layers.2\n    scorer: variation\n    budget: {keep_ratio: 1.5}\n": (
         "mine.yaml:5:26: stages[0].budget.keep_ratio: keep_ratio is the share that stays, in [0, 1], not 1.5"
@@ -82,8 +82,8 @@ CASES = {
         "mine.yaml:5:48: stages[0].selector.temperature: input should be greater than or equal to 0, not -1"
     ),
     HEAD + "  - at: llm.layers.2\n    scorer: variation\n    budgets: {keep_ratio: 0.5}\n    budget: {keep_ratio: 0.5}\n": (
-        "mine.yaml:5:5: stages[0].budgets: a stage has no key 'budgets'; it takes at, budget, merger, refresh, scorer, selector. "
-        "Did you mean 'budget'?"
+        "mine.yaml:5:5: stages[0].budgets: a stage has no key 'budgets'; it takes at, budget, merger, refresh, scorer, "
+        "selector. Did you mean 'budget'?"
     ),
     "name: mine\naverage_tokens: 10\n" + HEAD[len("name: mine\n") :]
     + "  - {at: llm.layers.2, scorer: variation, budget: {keep_ratio: 0.5}}\n": (

@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import zoo
-from policies import policy, stage
 from torch import Tensor
 
+from policies import policy, stage
 from tokenprune.errors import InputError, PolicyError
 from tokenprune.interfaces import PruneContext, Scorer
 from tokenprune.plan import plan

@@ -144,7 +144,7 @@ def list_(kind: Annotated[str, typer.Argument(help=", ".join(KINDS))] = "policie
         columns = ("name", "summary", "distribution")
         rows = [
             {"name": e.name, "summary": e.cls.summary(), "module": e.module, "distribution": e.distribution}
-            for e in sorted(getattr(registry(), kind).values(), key=lambda entry: entry.name)
+            for e in sorted(registry().of(kind.removesuffix("s")).values(), key=lambda entry: entry.name)
         ]
     if as_json:
         return _json(rows)
@@ -295,7 +295,7 @@ def doctor(as_json: Json = False) -> None:
 def plugins(as_json: Json = False) -> None:
     """List the plugins that were loaded, what each offers, and those that failed."""
     found = registry()
-    entries = [entry for kind in PARTS for entry in getattr(found, kind).values()]
+    entries = [entry for kind in COMPONENT_KINDS for entry in found.of(kind).values()]
     rows = [
         {"plugin": name, "distribution": source, "offers": [f"{e.kind} {e.name}" for e in entries if e.module == name]}
         for name, source in found.plugins

@@ -59,7 +59,9 @@ class Options:
 
     def children(self) -> Iterator[Options]:
         """Yield the options held by the fields of this one."""
-        for item in dataclasses.fields(self) if dataclasses.is_dataclass(self) else ():
+        if not dataclasses.is_dataclass(self):
+            return
+        for item in dataclasses.fields(self):
             value = getattr(self, item.name)
             for part in value if isinstance(value, tuple) else (value,):
                 if isinstance(part, Options):

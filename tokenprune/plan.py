@@ -133,6 +133,16 @@ class Plan:
         """Whether a count is known only when the tokens are."""
         return any(not stage.is_planned for stage in self.prefill_stages)
 
+    def tower_layers(self) -> Mapping[int, list[str]]:
+        """Return the layers of the vision tower that some stage reads, with the names they are read under."""
+        found: dict[int, list[str]] = {}
+        for signal in (signal for stage in self.stages for signal in stage.signals):
+            if signal.at is not None and signal.at.part == "vision" and signal.at.is_layer and self.tower is not None:
+                names = found.setdefault(signal.at.layer(self.tower.depth, self.policy.written_for.vision), [])
+                if signal.at.text not in names:
+                    names.append(signal.at.text)
+        return found
+
     @property
     def sees_vision(self) -> bool:
         """Whether the vision side must be watched: it is read, or it tells where tokens sit."""
@@ -239,13 +249,13 @@ def _planned(
 ) -> Iterator[PlannedStage]:
     for number, stage in enumerate(policy.stages):
         try:
-            layer = stage.at.layer(depth)
+            layer = stage.at.layer(depth, policy.written_for.llm)
         except ValueError as error:
             problems.append(policy.problem((*stage.written, "at"), str(error)))
             continue
         signals = stage.needs()
         reasons = [_misplaced(stage, layer, adapter, config)]
-        reasons += [_unmet(signal, stage.at, layer, adapter, config) for signal in signals]
+        reasons += [_unmet(signal, stage.at, layer, adapter, config, policy) for signal in signals]
         for reason in dict.fromkeys(filter(None, reasons)):
             where = "scorer" if stage.scorer is not None else "at"
             problems.append(policy.problem((*stage.written, where), f"{_reader(stage)} {reason}"))
@@ -282,7 +292,7 @@ def _misplaced(stage: Stage, layer: int, adapter: Adapter, config: Any) -> str:
 _IN_DECODER = ("previous_hidden", "attention", "keys", "values")
 
 
-def _unmet(signal: Signal, at: Site, layer: int, adapter: Adapter, config: Any) -> str:
+def _unmet(signal: Signal, at: Site, layer: int, adapter: Adapter, config: Any, policy: Policy) -> str:
     """Return why the signal cannot be had by a stage at this site, or an empty string."""
     if signal.name not in adapter.signals:
         return f"needs {signal.name}; adapter {adapter.name!r} provides {', '.join(sorted(adapter.signals))}"
@@ -291,7 +301,7 @@ def _unmet(signal: Signal, at: Site, layer: int, adapter: Adapter, config: Any) 
     if signal.name == "paired" and at.text == "vision.output":
         return f"compares images with text, and at {at} images are not in prompts yet; use projector.output"
     if signal.at is not None:
-        return _unmet_elsewhere(signal, signal.at, at, adapter, config)
+        return _unmet_elsewhere(signal, signal.at, at, adapter, config, policy)
     before_text = at.text in ("vision.output", "projector.output")
     if before_text and (signal.name in _IN_DECODER or signal.of == "text"):
         return (
@@ -303,14 +313,14 @@ def _unmet(signal: Signal, at: Site, layer: int, adapter: Adapter, config: Any) 
     return ""
 
 
-def _unmet_elsewhere(signal: Signal, there: Site, at: Site, adapter: Adapter, config: Any) -> str:
+def _unmet_elsewhere(signal: Signal, there: Site, at: Site, adapter: Adapter, config: Any, policy: Policy) -> str:
     tower = adapter.tower(config)
     if there.part in ("vision", "projector"):
         if tower is None:
             return f"reads {there}, and adapter {adapter.name!r} does not know the vision side of this model"
         if there.is_layer:
             try:
-                there.layer(tower.depth)
+                there.layer(tower.depth, policy.written_for.vision)
             except ValueError as error:
                 return f"reads {there}: {error}"
         if signal.query == "cls" and signal.name == "attention" and not tower.cls:

@@ -47,7 +47,18 @@ class Refresh(Options):
     otherwise: Literal["reuse", "full"] = "reuse"
 
 
-_OPTIONS.update(budget=Budget, refresh=Refresh)
+@dataclass(frozen=True)
+class WrittenFor(Options):
+    """The model that layer numbers are written for: on another one a layer stands at the same share of the depth.
+
+    llm: decoder layers. vision: layers of the vision tower.
+    """
+
+    llm: Annotated[int, Field(strict=True, ge=1)] | None = None
+    vision: Annotated[int, Field(strict=True, ge=1)] | None = None
+
+
+_OPTIONS.update(budget=Budget, refresh=Refresh, written_for=WrittenFor)
 
 
 @dataclass(frozen=True)
@@ -84,7 +95,8 @@ class Policy:
     average_tokens, prefill_flops: what the stages without a budget are solved for. positions: tokens `keep` their position
     ids when others leave, or the sequence is `renumber`ed from 0 after each stage. proportional_attention: a merged token
     weighs as much in attention as the tokens it stands for (ToMe, https://arxiv.org/abs/2210.09461). modality: `video` for a
-    policy that compares frames, and would do nothing to a prompt without a clip.
+    policy that compares frames, and would do nothing to a prompt without a clip. written_for: the depth of the model that
+    layer numbers belong to; without it they are taken as they are, and a model that lacks one is refused.
     """
 
     name: str
@@ -97,6 +109,7 @@ class Policy:
     positions: Literal["keep", "renumber"] = "keep"
     proportional_attention: bool = False
     modality: Literal["any", "video"] = "any"
+    written_for: WrittenFor = WrittenFor()
     _marks: Mapping[Location, Problem] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
@@ -130,7 +143,7 @@ class Policy:
             if item.name in _PolicyKeys.model_fields and item.name not in ("name", "stages"):
                 value = getattr(self, item.name)
                 if value != item.default:
-                    head[item.name] = value
+                    head[item.name] = plain(value)
         return {**head, "stages": [_stage_dict(stage) for stage in self.stages]}
 
     def to_yaml(self) -> str:
@@ -159,7 +172,7 @@ class PolicyInfo:
 def _stage_dict(stage: Stage) -> dict[str, Any]:
     made: dict[str, Any] = {"at": str(stage.at)}
     for key in (*_COMPONENTS, *_OPTIONS):
-        part = getattr(stage, key)
+        part = getattr(stage, key, None)
         if part is not None and (data := plain(part)) != _DEFAULTS.get(key):
             made[key] = data
     return made
@@ -238,6 +251,7 @@ class _PolicyKeys(_Strict):
     positions: Literal["keep", "renumber"] = "keep"
     proportional_attention: bool = False
     modality: Literal["any", "video"] = "any"
+    written_for: Any = None
 
 
 class _StageKeys(_Strict):
@@ -249,7 +263,13 @@ class _StageKeys(_Strict):
     refresh: Any = None
 
 
-_WHAT = {"_PolicyKeys": "a policy", "_StageKeys": "a stage", "budget": "a budget", "refresh": "a refresh rule"}
+_WHAT = {
+    "_PolicyKeys": "a policy",
+    "_StageKeys": "a stage",
+    "budget": "a budget",
+    "refresh": "a refresh rule",
+    "written_for": "written_for",
+}
 
 
 class _Checker:
@@ -270,12 +290,13 @@ class _Checker:
             for stage in self._stages(item, ("stages", i))
         ]
         self._budgets(data, stages)
+        written = self._options("written_for", data.get("written_for"), ()) or WrittenFor()
         if self.problems:
             raise PolicyError(sorted(self.problems, key=lambda p: (p.line, p.column)))
         assert keys is not None
         made = tuple(stage for stage in stages if stage is not None)
-        head = {name: getattr(keys, name) for name in type(keys).model_fields if name != "stages"}
-        return Policy(stages=made, _marks=dict(self.marks), **head)
+        head = {name: getattr(keys, name) for name in type(keys).model_fields if name not in ("stages", "written_for")}
+        return Policy(stages=made, written_for=written, _marks=dict(self.marks), **head)
 
     def _budgets(self, data: Mapping[str, Any], stages: Sequence[Stage | None]) -> None:
         goals = [key for key in ("average_tokens", "prefill_flops") if data.get(key) is not None]
@@ -416,8 +437,9 @@ def json_schema() -> dict[str, Any]:
     for kind in _COMPONENTS:
         possible = [form for entry in registry().of(kind).values() for form in forms(entry.cls)]
         stage["properties"][kind] = {"anyOf": possible, "description": KINDS[kind].__doc__}
-    for key, cls in _OPTIONS.items():
-        stage["properties"][key] = {**TypeAdapter(cls).json_schema(), "additionalProperties": False}
     schema = _PolicyKeys.model_json_schema()
+    for key, cls in _OPTIONS.items():
+        part = schema if key in schema["properties"] else stage
+        part["properties"][key] = {**TypeAdapter(cls).json_schema(), "additionalProperties": False}
     schema["properties"]["stages"]["items"] = {key: value for key, value in stage.items() if key != "title"}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "tokenprune policy"}

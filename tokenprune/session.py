@@ -88,7 +88,7 @@ class Session:
         self._decoder = plan.adapter.decoder(model)
         self._layers = plan.adapter.layers(model)
         self._rope_base = compat.rope_base(plan.adapter.text_config(plan.config))
-        self._vision_sites = _vision_sites(plan)
+        self._vision_sites = plan.tower_layers()
         self._handles: list[Any] = []
         self._taps: list[Callable[[], None]] = []
         self._inputs: dict[str, Any] = {}
@@ -761,18 +761,6 @@ class Session:
             kv_ratio=sum(cost.kv_bytes for cost, _ in costs) / sum(dense.kv_bytes for _, dense in costs),
             prefills=self._prefills,
         )
-
-
-def _vision_sites(plan: Plan) -> dict[int, list[str]]:
-    """Return the layers of the vision tower that some stage reads, with the names they are read under."""
-    found: dict[int, list[str]] = {}
-    for stage in plan.stages:
-        for signal in stage.signals:
-            if signal.at is not None and signal.at.part == "vision" and signal.at.is_layer and plan.tower is not None:
-                names = found.setdefault(signal.at.layer(plan.tower.depth), [])
-                if signal.at.text not in names:
-                    names.append(signal.at.text)
-    return found
 
 
 class _Seen(Exception):

@@ -82,10 +82,13 @@ class Site:
         """Order of the sites before decoder layer 0; 3 for sites at decoder layers."""
         return _ORDER.get(self.text, 3)
 
-    def layer(self, depth: int) -> int:
+    def layer(self, depth: int, written_for: int | None = None) -> int:
         """Return the 0-based layer of its part, which has `depth` layers; 0 for sites before the decoder.
 
-        Raises ValueError when the model has no such layer. A share is rounded to the nearest layer, halves up.
+        written_for: the depth of the model that a number was written for; it is then a share of that depth. A share is
+        rounded to the nearest layer, halves up; a layer after the first stays after the first.
+
+        Raises ValueError when there is no such layer.
         """
         match = _SITE.fullmatch(self.text)
         if match is None:
@@ -93,8 +96,11 @@ class Site:
         if match["percent"] is not None:
             return min(math.floor(Fraction(match["percent"]) / 100 * depth + Fraction(1, 2)), depth - 1)
         index = int(match["index"])
+        if index > 0 and written_for is not None and index < written_for:
+            return max(1, min((2 * index * depth + written_for) // (2 * written_for), depth - 1))
         layer = index + depth if index < 0 else index
         if not 0 <= layer < depth:
+            depth = written_for if written_for is not None and index >= 0 else depth
             kind = "vision" if self.part == "vision" else "decoder"
             raise ValueError(f"the model has {depth} {kind} layers (0 to {depth - 1}), no layer {index}")
         return layer

@@ -61,7 +61,10 @@ class Learned(Scorer):
 
     def score(self, ctx: PruneContext) -> Tensor:
         """Return [B, N] float32."""
-        network = _load(self.file)
+        path = Path(self.file).expanduser().resolve()
+        if not path.is_file():
+            raise PluginContractError(f"scorer 'learned' reads its network from {self.file}, and there is no such file")
+        network = _load(path, path.stat().st_mtime_ns)
         x = ctx.hidden.float()
         if x.shape[-1] != network.width:
             raise PluginContractError(
@@ -100,13 +103,10 @@ def _on(tensor: Tensor | None, like: Tensor) -> Tensor | None:
 
 
 @lru_cache(maxsize=8)
-def _load(file: str) -> _Network:
-    """Return the network in a file; raise PluginContractError, in one sentence, when there is none."""
+def _load(path: Path, changed: int) -> _Network:
+    """Return the network in a file as it was when it `changed`; raise PluginContractError, in one sentence, when it is none."""
     from safetensors import SafetensorError, safe_open
 
-    path = Path(file).expanduser()
-    if not path.is_file():
-        raise PluginContractError(f"scorer 'learned' reads its network from {path}, and there is no such file")
     try:
         with safe_open(path, framework="pt") as opened:
             header = opened.metadata() or {}
