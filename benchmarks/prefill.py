@@ -173,12 +173,11 @@ PARTS: tuple[tuple[type, str, str], ...] = (
     (engine.Session, "_act", "stage: rest"),
     (engine.Session, "_context", "stage: read signals"),
     (engine.Session, "_probe", "stage: read signals"),
-    (engine.Session, "_select", "stage: score and select"),
+    (engine.Session, "_decided", "stage: score and select"),
     (Forward, "narrow", "stage: gather"),
     (engine.Session, "_record", "stage: record"),
     (engine.Session, "_cut", "cut arguments"),
     (engine.Session, "_watch", "watch"),
-    (Forward, "read_attention", "watch"),
     (engine.Session, "_after_last_layer", "put back"),
 )
 

@@ -40,6 +40,19 @@ def differences() -> str:
     return "\n".join(parts).rstrip()
 
 
+def compat() -> str:
+    """Return one row per component that can do as the authors' code does."""
+    rows = ["| part | `compat: official` |", "|---|---|"]
+    for kind in KINDS:
+        for name, entry in sorted(registry().of(kind).items()):
+            found = re.search(
+                r"compat: `official`(.*?)(?:\n\n|\n[a-z_, ]+: |$)", inspect.cleandoc(entry.cls.__doc__ or ""), re.S
+            )
+            if found:
+                rows.append(f"| {kind} `{name}` | {_cell(' '.join(found[1].split()))} |")
+    return "\n".join(rows)
+
+
 def counts() -> str:
     """Return one sentence on how much there is."""
     folders = list(_folders())
@@ -127,7 +140,13 @@ def _cell(text: str) -> str:
 
 def rendered(text: str) -> str:
     """Return a document with its tables as the registry has them now."""
-    for name, table in (("counts", counts), ("methods", methods), ("differences", differences), ("parts", parts)):
+    for name, table in (
+        ("counts", counts),
+        ("methods", methods),
+        ("differences", differences),
+        ("parts", parts),
+        ("compat", compat),
+    ):
         start, end = f"<!-- {name} -->\n", f"\n<!-- /{name} -->"
         before, found, rest = text.partition(start)
         if found:

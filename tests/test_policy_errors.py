@@ -14,7 +14,8 @@ from tokenprune.policy import Policy
 SCORERS = ", ".join(sorted(registry().of("scorer")))
 ATTENTION = "from, heads, layer, normalise, pool_queries, probes, query, rope, rope_prior, rows"
 POLICY = (
-    "average_tokens, modality, name, paper, positions, prefill_flops, proportional_attention, seed, stages, summary"
+    "average_tokens, modality, name, paper, positions, prefill_flops, proportional_attention, seed, stages, summary, "
+    "written_for"
 )
 HEAD = "name: mine\nstages:\n"
 

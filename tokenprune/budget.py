@@ -202,11 +202,13 @@ class Budget(Options):
         return self.per is None and not depends and (self.quota is None or self.quota.is_exact)
 
     def count(self, alive: int, original: int) -> int:
-        """Return how many of `alive` tokens stay, out of `original` that entered the model; a group counts as a prompt.
+        """Return how many of `alive` tokens stay, out of `original` that entered the model; an image counts as a prompt.
 
-        A quantity is not known here, and all tokens may stay.
+        A quantity is not known here, nor how many frames or windows there are: then all tokens may stay.
         """
         if isinstance(self.keep_tokens, Quantity) or isinstance(self.keep_ratio, Quantity):
+            return alive
+        if self.keep_tokens is not None and self.per is not None and not self.per.whole_images:
             return alive
         if self.keep_tokens is not None:
             wanted = int(self.keep_tokens)

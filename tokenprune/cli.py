@@ -396,18 +396,17 @@ def _spinner() -> Iterator[Callable[[str], None]]:
 
 
 def _plan_data(made: Plan, visual: int, text: int, batch: int) -> dict[str, Any]:
-    left = made.counts(visual)
+    left = made.counts(visual, text)
     arriving = (visual, *left)
     written = made.policy.to_dict()["stages"]
     stages = [
-        {
-            "number": s.number,
-            "site": s.site,
-            "layer": s.layer,
-            "tokens_in": arriving[s.number],
-            "tokens_out": left[s.number],
+        {"number": s.number, "site": s.site, "layer": s.layer}
+        | {
+            "tokens_in": arriving[s.number] if not s.decodes else arriving[-1],
+            "tokens_out": left[s.number] if not s.decodes else None,
+            "decided_by": s.decided_by,
         }
-        | {key: written[s.number].get(key) for key in ("scorer", "selector", "budget", "merger")}
+        | {key: written[s.number].get(key) for key in ("scorer", "selector", "budget", "merger", "refresh")}
         for s in made.stages
     ]
     pruned, dense = made.cost(visual, text), made.dense_cost(visual, text)
@@ -529,7 +528,7 @@ def _print_plan(data: dict[str, Any], assumed: bool) -> None:
                 _written(s["merger"], "drop"),
                 _written(s["budget"], "solved"),
                 str(s["tokens_in"]),
-                str(s["tokens_out"]),
+                _left(s),
             ),
         ]
         for s in data["stages"]
@@ -539,12 +538,29 @@ def _print_plan(data: dict[str, Any], assumed: bool) -> None:
     console.print(_table(("", "pruned", "unpruned", "ratio"), _cost_rows(data), right=("pruned", "unpruned", "ratio")))
 
 
+def _left(stage: dict[str, Any]) -> str:
+    """Print how many tokens a stage leaves, as far as a plan can tell."""
+    if stage["tokens_out"] is None:
+        return "a view"
+    return {"the plan": "{}", "each image": "{} an image"}.get(stage["decided_by"], "<= {}").format(stage["tokens_out"])
+
+
 def _written(value: Any, default: str) -> str:
-    """Print a part of a stage as one would write it in YAML."""
+    """Print a part of a stage as one would write it in YAML; what is inside its parts stands in the file below."""
     if not isinstance(value, dict):
         return default if value is None else str(value)
-    options = ", ".join(f"{key}: {item}" for key, item in value.items() if key != "name")
+    options = ", ".join(f"{key}: {_short(item)}" for key, item in value.items() if key != "name")
     return f"{value['name']} ({options})" if "name" in value else options
+
+
+def _short(value: Any) -> str:
+    """Print an option in a few words: of a part its name, of a quantity its statistic."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(_short, value))}]"
+    if isinstance(value, dict):
+        inner = value.get("name") or value.get("statistic") or value.get("selector") or value.get("scorer") or "topk"
+        return _short(inner)
+    return str(value)
 
 
 def _cost_rows(data: dict[str, Any]) -> list[list[str]]:

@@ -25,6 +25,7 @@ class Image(Grouping):
     """Every image (or clip, or tile that is one) of the prompt by itself."""
 
     name: ClassVar[str] = "image"
+    whole_images: ClassVar[bool] = True
 
     def signals(self) -> tuple[Signal, ...]:
         """Read where tokens sit."""

@@ -583,7 +583,12 @@ class Statistic(Component, ABC):
 
 
 class Grouping(Component, ABC):
-    """Cuts the tokens of a row into groups that are budgeted, selected and merged apart."""
+    """Cuts the tokens of a row into groups that are budgeted, selected and merged apart.
+
+    whole_images: whether every image or clip is one group, so that a plan for one image may count it as a prompt.
+    """
+
+    whole_images: ClassVar[bool] = False
 
     @abstractmethod
     def labels(self, ctx: PruneContext) -> Tensor:

@@ -6,7 +6,7 @@ A plan needs a configuration, not weights, so it can be printed for a model nobo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -46,6 +46,16 @@ class PlannedStage:
     def is_planned(self) -> bool:
         """Whether its count follows from the number of tokens alone."""
         return not self.selector.counts_itself and (self.budget is None or self.budget.is_plain)
+
+    @property
+    def decided_by(self) -> str:
+        """What its count follows from: `the plan`, the number of tokens of `each image`, or `the data`."""
+        if self.is_planned:
+            return "the plan"
+        budget = self.budget
+        whole = budget is not None and budget.per is not None and budget.per.whole_images
+        plain = budget is not None and replace(budget, per=None).is_plain and not self.selector.counts_itself
+        return "each image" if whole and plain else "the data"
 
     @property
     def decodes(self) -> bool:

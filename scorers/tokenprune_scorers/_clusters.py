@@ -143,10 +143,11 @@ def distances(a: Tensor, b: Tensor, metric: Metric) -> Tensor:
     """Return [B, N, M] float32."""
     if metric == "cosine":
         cosine: Tensor = F.normalize(a, dim=-1) @ F.normalize(b, dim=-1).transpose(1, 2)
-        return torch.ones_like(cosine) - cosine
+        return 1 - cosine
     # Not by way of a product of matrices: the same point has distance 0, and a row does not depend on its batch.
     gap: Tensor = torch.cdist(a, b, compute_mode="donot_use_mm_for_euclid_dist")
-    return gap / a.shape[-1] ** 0.5
+    width = float(a.shape[-1])
+    return gap / width**0.5
 
 
 def nearest(distance: Tensor, there: Tensor) -> tuple[Tensor, Tensor]:
