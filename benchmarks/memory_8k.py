@@ -37,7 +37,7 @@ def build() -> tuple[LlavaForConditionalGeneration, dict[str, Tensor]]:
     """Return a LLaVA whose memory is in its states and not in its weights, and a prompt of 8,100 + 64 tokens."""
     torch.manual_seed(0)
     vision = CLIPVisionConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=2, image_size=SIDE * PATCH,
+        hidden_size=64, intermediate_size=128, num_hidden_layers=6, num_attention_heads=2, image_size=SIDE * PATCH,
         patch_size=PATCH,
     )  # fmt: skip
     text = LlamaConfig(

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
 import re
+import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -126,6 +130,36 @@ def test_the_scorer_of_the_docs_can_be_installed_and_used(stranger: Any) -> None
                           forbidden_tokens=tiny.suppress)  # fmt: skip
     assert {stage.scorer for stage in report.stages} == {"spread"}
     plugins.registry.cache_clear()
+
+
+def test_the_package_of_the_docs_is_installed_found_used_and_uninstalled(tmp_path: Path) -> None:
+    """With pip, in an environment of its own that sees this one's packages."""
+    package, place = tmp_path / "package", tmp_path / "venv"
+    package.mkdir()
+    (package / "my_scorers.py").write_text(blocks("docs/scorers.md", "python")[0])
+    (package / "pyproject.toml").write_text(blocks("docs/scorers.md", "toml")[0])
+    (package / "mine.yaml").write_text(
+        "name: mine\nstages:\n  - {at: llm.layers.2, scorer: {name: spread, power: 1.5}, budget: {keep_ratio: 0.5}}\n"
+    )
+    subprocess.run([sys.executable, "-m", "venv", place], check=True)
+    paths = [ROOT, ROOT / "scorers", ROOT / "adapters", sysconfig.get_path("purelib")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+
+    def python(*arguments: str, code: int = 0) -> str:
+        done = subprocess.run(
+            [place / "bin" / "python", "-m", *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == code, done.stderr
+        return done.stdout + done.stderr
+
+    check = ("tokenprune", "check", str(package / "mine.yaml"), "--model", "llava")
+    assert "no scorer named 'spread'" in python(*check, code=1)
+    python("pip", "install", "--no-deps", "--no-build-isolation", "--no-index", str(package))
+    assert "mine.yaml: ok" in python(*check)
+    listed = {row["name"]: row["distribution"] for row in json.loads(python("tokenprune", "list", "scorers", "--json"))}
+    assert listed["spread"] == "my-scorers"
+    python("pip", "uninstall", "-y", "my-scorers")
+    assert "no scorer named 'spread'" in python(*check, code=1)
 
 
 def test_the_selector_of_the_docs_can_be_installed_and_used(stranger: Any) -> None:
