@@ -16,7 +16,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
@@ -35,6 +34,7 @@ from tokenprune.errors import (
     SessionError,
     UnsupportedModelError,
 )
+from tokenprune.eyes import Eyes
 from tokenprune.forward import Forward
 from tokenprune.interfaces import Adapter, Paired, PruneContext
 from tokenprune.layout import layout_of
@@ -45,7 +45,7 @@ from tokenprune.report import Report, StageRecord
 from tokenprune.sequence import Slots, View, per_row, take
 from tokenprune.text_tower import TextTower
 from tokenprune.tokens import Signal, Site
-from tokenprune.vision import FlatDecision, TowerAttention, Vision
+from tokenprune.vision import TowerAttention
 
 __all__ = ["LayerTimes", "NoVisualTokensWarning", "Session", "compress", "time_layers"]
 
@@ -88,14 +88,12 @@ class Session:
         self._decoder = plan.adapter.decoder(model)
         self._layers = plan.adapter.layers(model)
         self._rope_base = compat.rope_base(plan.adapter.text_config(plan.config))
-        self._vision_sites = plan.tower_layers()
         self._handles: list[Any] = []
         self._taps: list[Callable[[], None]] = []
         self._inputs: dict[str, Any] = {}
         self._mask: Tensor | None = None
-        self._vision: Vision | None = None
+        self._eyes = Eyes(model, plan, self._require)
         self._run: Forward | None = None
-        self._kept_flat: Tensor | None = None
         self._decoding = Decoding.of(plan)
         self._ran = False
         self._ends_in_image: Tensor | None = None
@@ -156,16 +154,16 @@ class Session:
             self._register_vision()
 
     def _register_vision(self) -> None:
-        adapter = self.plan.adapter
-        self._hook(adapter.tower_module(self.model).register_forward_pre_hook(self._open_eyes, with_kwargs=True))
-        for index, sites in self._vision_sites.items():
-            before, after = self._tower_layer(sites)
+        adapter, eyes = self.plan.adapter, self._eyes
+        self._hook(adapter.tower_module(self.model).register_forward_pre_hook(eyes.open, with_kwargs=True))
+        for index, sites in self.plan.tower_layers().items():
             layer = adapter.tower_layers(self.model)[index]
+            before, after = eyes.on_layer(adapter.attention(layer), sites)
             self._hook(layer.register_forward_pre_hook(before))
             self._hook(layer.register_forward_hook(after, always_call=True))
         projector = adapter.projector(self.model)
-        self._hook(projector.register_forward_pre_hook(self._before_projector))
-        self._hook(projector.register_forward_hook(self._after_projector))
+        self._hook(projector.register_forward_pre_hook(eyes.before_projector))
+        self._hook(projector.register_forward_hook(eyes.after_projector))
 
     def _leave(self) -> None:
         """Take off everything that was put on."""
@@ -173,7 +171,8 @@ class Session:
             handle.remove()
         self._handles.clear()
         self._untap()
-        self._run, self._mask, self._vision, self._kept_flat, self._inputs = None, None, None, None, {}
+        self._eyes.close()
+        self._run, self._mask, self._inputs = None, None, {}
         with _active_lock:
             _active.discard(self._decoder)
 
@@ -237,10 +236,11 @@ class Session:
         run.weighs = self.policy.proportional_attention
         run.prompts = inputs.get("input_ids")
         run.find_visuals(mask, inputs.get("attention_mask"))
-        if run.visuals is not None and self._vision is not None:
+        vision = self._eyes.taken()
+        if run.visuals is not None and vision is not None:
             try:
-                self._vision.lay(run.visuals)
-                run.vision = self._vision
+                vision.lay(run.visuals)
+                run.vision = vision
             except InputError:
                 if self.plan.reads_vision:  # where tokens sit can be told from the prompt, what they look like cannot
                     raise
@@ -257,7 +257,6 @@ class Session:
                 raise InputError(
                     f"policy {self.policy.name!r} is for video: it compares frames, and this prompt holds no clip of several"
                 )
-        self._vision = None
         return run
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -344,112 +343,7 @@ class Session:
             return (run.view.put_back(run.logical, output[0]), *output[1:])
         return run.view.put_back(run.logical, output)
 
-    # ---- the vision side --------------------------------------------------------------------------------------------
-
-    def _open_eyes(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Prepare for what the tower is about to show; `generate` runs it before it runs the model."""
-        assert self.plan.tower is not None
-        given, adapter = _named(module, args, kwargs), self.plan.adapter
-        self._vision = Vision(
-            self.plan.tower, adapter.tower_grids(self.model, given), adapter.tower_order(self.model, given)
-        )
-
-    def _tower_layer(self, sites: Sequence[str]) -> tuple[Callable[..., None], Callable[..., None]]:
-        """Return the hooks before and after a layer of the vision tower that is read from under these names."""
-        attends = any(
-            signal.name in _OF_A_KERNEL and str(signal.at) in sites
-            for stage in self.plan.stages
-            for signal in stage.signals
-        )
-
-        def before(layer: nn.Module, args: Any) -> None:
-            for site in sites if attends and self._vision is not None else ():
-                assert self._vision is not None
-                look = partial(self._vision.saw_attention, site)
-                self._taps.append(compat.attention_taps.set(self.plan.adapter.attention(layer), look))
-
-        def after(layer: nn.Module, args: Any, output: Any) -> None:
-            self._untap()
-            for site in sites if self._vision is not None else ():
-                assert self._vision is not None
-                self._vision.saw_output(site, output[0] if isinstance(output, tuple) else output)
-
-        return before, after
-
-    def _before_projector(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Keep what enters the projector; where a stage acts here, let the projector run on what stays."""
-        vision, features = self._vision, args[0]
-        if vision is None:
-            return None
-        vision.saw_output("vision.output", features)
-        stages = [stage for stage in self.plan.prefill_stages if stage.at.text == "vision.output"]
-        if not stages:
-            return None
-        tokens = vision.tokens_of(features)  # [T, merge, D]
-        flat = tokens.flatten(1)
-        for stage in stages:
-            flat = self._decide_features(vision, stage, flat)
-        self._kept_flat = vision.decided[-1].kept
-        kept = flat.view_as(tokens)[self._kept_flat].flatten(0, 1)
-        return (kept.unsqueeze(0) if features.ndim > 2 else kept, *args[1:])
-
-    def _decide_features(self, vision: Vision, stage: PlannedStage, flat: Tensor) -> Tensor:
-        """Decide a stage image by image, over features [T, D] in tower order; return the features as they are after it."""
-        place, valid = vision.images()
-        before = vision.decided[-1] if vision.decided else None
-        if before is not None:  # what an earlier stage dropped must not be seen
-            valid = valid & before.kept[place]
-            most = max(int(valid.sum(dim=1).max()), 1)
-            order = (~valid).to(torch.uint8).argsort(dim=1, stable=True)[:, :most]
-            place, valid = place.gather(1, order), valid.gather(1, order)
-        ordinal = torch.arange(place.shape[1], device=place.device).expand_as(place) if before is None else order
-        features = flat[place]
-        signals: dict[Any, Any] = {}
-        for signal in stage.signals:
-            if signal.name == "hidden" and (signal.is_here or str(signal.at) == "vision.output"):
-                signals[signal] = features
-            elif signal.name == "layout":
-                layout = vision.layout_of_images()
-                signals[signal] = layout if before is None else layout.map(lambda x: x.gather(1, ordinal))
-            else:
-                value = vision.read(signal)
-                signals[signal] = value.laid(lambda x: x[place]) if isinstance(value, TowerAttention) else value[place]
-        sizes = before.sizes[place] if before is not None and before.sizes is not None else None
-        context = PruneContext(valid, ordinal, self.policy.seed, stage.number, signals, sizes=sizes)
-        size = valid.sum(dim=1)
-        decision = decide(
-            stage, context, original=size, hidden=features if stage.merger.changes_states else None,
-            require=self._require, where=stage.site,
-        )  # fmt: skip
-
-        def spread(values: Tensor | None, empty: float) -> Tensor | None:
-            if values is None:
-                return None
-            out = torch.full((flat.shape[0],), empty, dtype=values.dtype, device=flat.device)
-            out[place[valid]] = values[valid]
-            return out
-
-        kept, scores = spread(decision.kept, False), spread(decision.scores, -torch.inf)
-        assert kept is not None
-        vision.decided.append(FlatDecision(stage.number, kept, scores, spread(decision.sizes, 1.0)))
-        if decision.states is not None:
-            flat = flat.index_copy(0, place[valid], decision.states[valid].to(flat.dtype))
-        return flat
-
-    def _after_projector(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Keep what left the projector, and put it back where the model expects it."""
-        vision, kept = self._vision, self._kept_flat
-        self._kept_flat = None
-        if vision is None:
-            return None
-        if kept is not None:
-            flat = output.flatten(0, 1) if output.ndim > 2 else output
-            output = flat.new_zeros(kept.shape[0], flat.shape[-1]).masked_scatter(kept.unsqueeze(-1), flat)
-        vision.saw_output("projector.output", output)
-        if kept is None:
-            return None
-        features = vision.outputs["vision.output"][-1]
-        return output if features.ndim <= 2 else output.view(features.shape[0], -1, output.shape[-1])
+    # ---- before decoder layer 0 -------------------------------------------------------------------------------------
 
     def _take_input(self, run: Forward, states: Tensor) -> None:
         """Keep the input embeddings where a later stage compares with them."""

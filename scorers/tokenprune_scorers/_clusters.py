@@ -146,8 +146,8 @@ def distances(a: Tensor, b: Tensor, metric: Metric) -> Tensor:
         return 1 - cosine
     # Not by way of a product of matrices: the same point has distance 0, and a row does not depend on its batch.
     gap: Tensor = torch.cdist(a, b, compute_mode="donot_use_mm_for_euclid_dist")
-    width = float(a.shape[-1])
-    return gap / width**0.5
+    scaled: Tensor = gap / a.shape[-1] ** 0.5
+    return scaled
 
 
 def nearest(distance: Tensor, there: Tensor) -> tuple[Tensor, Tensor]:
