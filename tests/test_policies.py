@@ -85,6 +85,7 @@ def test_plans_on_every_family_that_has_its_signals_and_is_refused_with_the_reas
                 "decoder layers (0 to": policy.written_for.llm is None and depth >= 6,
                 "vision layers (0 to": tower is not None,
                 "M-RoPE": policy.positions == "renumber",
+                "renumber on the policy": any(stage.merger.moves_states for stage in policy.stages),
                 "rotary embeddings of different kinds": policy.positions == "renumber",
                 "cannot be reached": policy.average_tokens is not None or policy.prefill_flops is not None,
             }

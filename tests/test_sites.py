@@ -17,7 +17,7 @@ from tokenprune.plan import plan
 from tokenprune.plugins import Entry, registry
 from tokenprune.sequence import Slots, cut_mask
 from tokenprune.session import compress
-from tokenprune.testing import check_policy
+from tokenprune.testing import check_policy, hidden_columns
 from tokenprune.tokens import Signal, Site
 
 LLAVA = zoo.ZOO["llava"]
@@ -183,6 +183,35 @@ def test_what_cannot_be_read_is_refused_in_one_sentence(wanted: Any, message: st
         plan(policy("x", wanted), LLAVA.model())
 
 
+def test_beams_and_samples_share_the_images_of_their_prompt() -> None:
+    """`generate` encodes images once and repeats prompts; each repeated row must get the decision of its own images."""
+    model, inputs = LLAVA.model(), LLAVA.ragged()  # type: ignore[misc]
+    wanted = policy("early", stage("vision.output", CLS, keep_tokens=4, per="image"))
+    options: dict[str, Any] = dict(max_new_tokens=5, num_beams=3, do_sample=False, suppress_tokens=list(LLAVA.suppress))
+    with torch.no_grad(), compress(model, wanted) as session:
+        got = model.generate(**inputs, **options)
+        beams = session.report
+        model(**inputs)
+    for group in range(3):
+        for row in beams.stages[0].kept[3 * group : 3 * group + 3]:
+            assert torch.equal(row, session.report.stages[0].kept[group])
+    with torch.no_grad(), hidden_columns(session.plan.adapter.layers(model), session.report):
+        assert torch.equal(model.generate(**inputs, **options), got)
+
+
+def test_a_policy_for_video_refuses_a_prompt_without_a_clip() -> None:
+    wanted = policy("v", stage("llm.layers.2", keep_ratio=0.5), modality="video")
+    with (
+        pytest.raises(InputError, match="is for video: it compares frames"),
+        compress(LLAVA.model(), wanted) as session,
+    ):
+        outputs(session.model, LLAVA.inputs(1))
+    tiny = zoo.ZOO["qwen2_vl_video"]
+    with compress(tiny.model(), wanted) as session:
+        outputs(session.model, tiny.inputs(1))
+    assert session.report.stages[0].tokens_out == [24]
+
+
 def test_a_family_without_a_known_tower_says_so() -> None:
     with pytest.raises(PolicyError, match="adapter 'generic' does not know the vision side of this model"):
         plan(policy("x", stage("projector.output", RECEIVED, keep_ratio=0.5)), zoo.ZOO["gemma3"].model())
@@ -250,6 +279,17 @@ def test_renumbered_positions_equal_the_dense_run_with_the_same_ids(family: str)
         positions="renumber",
     )  # fmt: skip
     check_policy(tiny.model(), tiny.inputs(3), wanted, steps=6, forbidden_tokens=tiny.suppress)
+
+
+def test_where_positions_are_a_grid_they_may_be_kept_but_nothing_may_move() -> None:
+    tiny = zoo.ZOO["qwen2_vl"]
+    wanted = policy("x", stage("llm.layers.2", keep_ratio=0.5), positions="renumber_unless_grid")
+    assert not plan(wanted, tiny.model()).renumbers and plan(wanted, LLAVA.model()).renumbers
+    check_policy(tiny.model(), tiny.inputs(2), wanted, steps=2, forbidden_tokens=(zoo.IMAGE, zoo.VIDEO, 96, 97))
+    moving = {**stage("llm.layers.2", keep_ratio=0.5), "merger": {"name": "recycle", "place": "append"}}
+    with pytest.raises(PolicyError, match="moves kept tokens to other places"):
+        plan(policy("x", moving, positions="renumber_unless_grid"), tiny.model())
+    assert plan(policy("x", moving, positions="renumber"), LLAVA.model()).stages
 
 
 def test_renumbering_changes_what_comes_out_and_grids_refuse_it() -> None:

@@ -373,6 +373,11 @@ class Merger(Component, ABC):
 
     changes_states: ClassVar[bool] = True
 
+    @property
+    def moves_states(self) -> bool:
+        """Whether it moves kept states to places of other tokens (right only where positions are renumbered)."""
+        return any(isinstance(child, Merger) and child.moves_states for child in self.children())
+
     def extra(self, alive: Tensor, keep: Tensor) -> Tensor:
         """Return [B] int64: how many tokens beside the `keep` of `alive` ones it makes (0 by default)."""
         return torch.zeros_like(keep)

@@ -120,6 +120,8 @@ class Plan:
     stages: tuple[PlannedStage, ...]
     visual_tokens: int | None
     tower: Tower | None
+    renumbers: bool
+    """Whether position ids are counted anew after each stage."""
     solver: Solver
 
     def counts(self, visual: int, text: int = 0, known: tuple[int, ...] = ()) -> tuple[int, ...]:
@@ -233,16 +235,18 @@ def plan(policy: str | Path | Mapping[str, Any] | Policy, model_or_config: Any, 
     problems: list[Problem] = []
     stages = tuple(_planned(policy, adapter, config, depth, problems))
     problems += _order(policy, stages)
-    reason = adapter.renumbers(config) if policy.positions == "renumber" else ""
-    if reason:
+    reason = adapter.renumbers(config)
+    renumbers = policy.positions == "renumber" or (policy.positions == "renumber_unless_grid" and not reason)
+    if policy.positions == "renumber" and reason:
         problems.append(policy.problem(("positions",), f"positions cannot be renumbered in this model: {reason}"))
+    problems += () if renumbers else _moved(policy)
     if problems:
         raise PolicyError(problems)
     solver = _solver(policy, depth, shape, tuple(stage for stage in stages if not stage.decodes))
     visual = adapter.visual_tokens_per_image(config)
     if visual is not None:
         solver(visual, 0, ())  # an unreachable average is a user error, and must not wait for the first image
-    return Plan(policy, adapter, config, depth, shape, stages, visual, tower, solver)
+    return Plan(policy, adapter, config, depth, shape, stages, visual, tower, renumbers, solver)
 
 
 def _shape(config: Any, text: Any) -> LayerShape:
@@ -345,6 +349,17 @@ def _unmet_elsewhere(signal: Signal, there: Site, at: Site, adapter: Adapter, co
     if signal.name != "hidden":
         return f"reads {signal.name} of {there}; it has hidden states and nothing else"
     return f"reads {there}, which comes after {at}" if at.text == "vision.output" else ""
+
+
+def _moved(policy: Policy) -> Iterator[Problem]:
+    for stage in policy.stages:
+        if stage.merger.moves_states and stage.at.before_decoder == 3:
+            yield policy.problem(
+                (*stage.written, "merger"),
+                f"merger {stage.merger.name!r} moves kept tokens to other places, which is right only where positions are "
+                "renumbered; set positions: renumber on the policy (a model whose positions are a grid cannot), or leave "
+                "'place: append' out",
+            )
 
 
 def _order(policy: Policy, stages: tuple[PlannedStage, ...]) -> Iterator[Problem]:

@@ -88,12 +88,16 @@ class Stage:
         return tuple(dict.fromkeys(signal for part in parts if part is not None for signal in part.needs()))
 
 
+Positions = Literal["keep", "renumber", "renumber_unless_grid"]
+
+
 @dataclass(frozen=True)
 class Policy:
     """A list of stages with a name. Equal policies have equal content, wherever they were read from.
 
     average_tokens, prefill_flops: what the stages without a budget are solved for. positions: tokens `keep` their position
-    ids when others leave, or the sequence is `renumber`ed from 0 after each stage. proportional_attention: a merged token
+    ids when others leave, or the sequence is `renumber`ed from 0 after each stage (`renumber_unless_grid`: where they are one
+    sequence, and kept where they are a grid of time, row and column). proportional_attention: a merged token
     weighs as much in attention as the tokens it stands for (ToMe, https://arxiv.org/abs/2210.09461). modality: `video` for a
     policy that compares frames, and would do nothing to a prompt without a clip. written_for: the depth of the model that
     layer numbers belong to; without it they are taken as they are, and a model that lacks one is refused.
@@ -106,7 +110,7 @@ class Policy:
     seed: int = 0
     average_tokens: float | None = None
     prefill_flops: float | None = None
-    positions: Literal["keep", "renumber"] = "keep"
+    positions: Positions = "keep"
     proportional_attention: bool = False
     modality: Literal["any", "video"] = "any"
     written_for: WrittenFor = WrittenFor()
@@ -248,7 +252,7 @@ class _PolicyKeys(_Strict):
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
     average_tokens: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     prefill_flops: Annotated[float, Field(gt=0, le=1)] | None = None
-    positions: Literal["keep", "renumber"] = "keep"
+    positions: Positions = "keep"
     proportional_attention: bool = False
     modality: Literal["any", "video"] = "any"
     written_for: Any = None

@@ -232,11 +232,11 @@ class Session:
     def _forward(self, rows: int, length: int, mask: Tensor | None, inputs: Mapping[str, Any]) -> Forward:
         """Return the state of a pass with the visual tokens that `mask` [B, Q] marks."""
         run = Forward(rows, length, compat.mask_form(self._decoder.config))
-        run.renumbers = self.policy.positions == "renumber"
+        run.renumbers = self.plan.renumbers
         run.weighs = self.policy.proportional_attention
         run.prompts = inputs.get("input_ids")
         run.find_visuals(mask, inputs.get("attention_mask"))
-        vision = self._eyes.taken()
+        vision = self._eyes.taken() if run.visuals is not None else None
         if run.visuals is not None and vision is not None:
             try:
                 vision.lay(run.visuals)
@@ -274,7 +274,7 @@ class Session:
             )
         if length == 1:  # a single token is a decoding step: whatever its id, there is nothing to drop
             self._run = Forward(rows, length, compat.mask_form(self._decoder.config))
-            self._run.renumbers = self.policy.positions == "renumber"
+            self._run.renumbers = self.plan.renumbers
             return
         if mask is None:
             mask = self.plan.adapter.visual_mask(self.model, inputs)

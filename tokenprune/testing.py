@@ -137,7 +137,7 @@ def check_policy(
             report = session.report
             generated = model.generate(**inputs, **generate)
             report = replace(report, decoding=session.report.decoding)
-        adapter, renumbers = session.plan.adapter, session.policy.positions == "renumber"
+        adapter, renumbers = session.plan.adapter, session.plan.renumbers
         rotary = adapter.rotary(model) if renumbers else None
         with hidden_columns(adapter.layers(model), report, rotary=rotary, real=inputs.get("attention_mask")):
             dense = model(**inputs).logits

@@ -27,7 +27,7 @@ class AllOf(Merger):
     def __post_init__(self) -> None:
         if not self.mergers:
             raise ValueError("mergers lists at least one merger")
-        if any(getattr(merger, "place", None) == "append" for merger in self.mergers[:-1]):
+        if any(merger.moves_states for merger in self.mergers[:-1]):
             raise ValueError("a merger with 'place: append' moves the tokens and comes last")
 
     @classmethod

@@ -67,6 +67,11 @@ class Recycle(Merger, MergedFeatures):
         clusters = torch.div(back, self.per_cluster, rounding_mode="floor") + 1
         return back, torch.minimum(clusters, back)
 
+    @property
+    def moves_states(self) -> bool:
+        """Whether the extra tokens go to the end, and the kept ones to the first places."""
+        return self.place == "append"
+
     def extra(self, alive: Tensor, keep: Tensor) -> Tensor:
         """Return [B]: the number of clusters."""
         return self._numbers(alive - keep)[1]

@@ -32,6 +32,11 @@ class Residual(Merger):
     reduce: Literal["mean", "sum"] = "mean"
     place: Place = "in_order"
 
+    @property
+    def moves_states(self) -> bool:
+        """Whether the extra tokens go to the end, and the kept ones to the first places."""
+        return self.place == "append"
+
     def extra(self, alive: Tensor, keep: Tensor) -> Tensor:
         """Return [B]: one where anything is dropped."""
         return (alive > keep).long()
