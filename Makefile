@@ -24,7 +24,7 @@ lint: $(VENV)/dev
 	$(VENV)/bin/lint-imports
 
 old: $(OLD)/ready
-	$(OLD)/bin/python -m pytest -q -n auto tests/test_mask_oracle.py tests/test_engine.py tests/test_attention.py
+	$(OLD)/bin/python -m pytest -q -n auto tests/test_mask_oracle.py tests/test_engine.py tests/test_attention.py tests/test_sites.py
 
 # The wheel, installed elsewhere, run from outside the tree.
 wheel: $(VENV)/dev
