@@ -89,7 +89,7 @@ def test_a_policy_that_compares_images_with_text(folder: Path) -> None:
 def test_without_a_tower_or_with_a_wrong_one_it_is_refused(folder: Path, tmp_path: Path) -> None:
     tiny = zoo.ZOO["llava"]
     wanted = policy("paired", stage("projector.output", PAIRED, keep_tokens=5, per="image"))
-    with pytest.raises(SessionError, match="give one with compress"), compress(tiny.model(), wanted):
+    with pytest.raises(SessionError, match="score with the prompt's own embeddings"), compress(tiny.model(), wanted):
         pass
     tower = ClipText.from_pretrained(folder, tokenizer())
     with pytest.raises(InputError, match="features of width 32, but this model's have 48"):

@@ -216,6 +216,9 @@ def run(
     repeat: Annotated[int, typer.Option(min=1, help="Timed prefills of each run.")] = 3,
     dtype: Annotated[str, typer.Option(help="Number type of the weights: auto, float32, bfloat16, ...")] = "auto",
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ... Default: cuda if there is one.")] = None,
+    text_tower: Annotated[
+        str | None, typer.Option(help="CLIP model, id or folder, for policies that compare images with text.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Ask a model about an image with and without a policy: answers, report, tokens and time per layer, heat map."""
@@ -230,6 +233,7 @@ def run(
     with _quiet(), _spinner() as progress:
         from tokenprune import loading
         from tokenprune.comparison import compare
+        from tokenprune.text_tower import ClipText
 
         if image is None or prompt is None:  # no image, for an image needs a prompt
             packaged = loading.sample()
@@ -239,7 +243,10 @@ def run(
         loaded = loading.load(model, dtype=dtype, device=device)
         made = _planned(loaded_policy, loaded.model.config)
         inputs = loading.prepare(loaded, picture, prompt)
-        result = compare(loaded, made, inputs, max_new_tokens=max_new_tokens, repeat=repeat, progress=progress)
+        tower = None if text_tower is None else ClipText.from_pretrained(text_tower, loaded.processor)
+        result = compare(
+            loaded, made, inputs, max_new_tokens=max_new_tokens, repeat=repeat, progress=progress, text_tower=tower
+        )
         heatmap = None
         if picture is not None and result.report.stages:
             from tokenprune.picture import draw

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -16,6 +16,7 @@ from tokenprune.loading import Loaded
 from tokenprune.plan import Plan
 from tokenprune.report import Report
 from tokenprune.session import NoVisualTokensWarning, Session, compress, time_layers
+from tokenprune.text_tower import TextTower
 
 __all__ = ["Comparison", "Spread", "Timed", "compare"]
 
@@ -81,6 +82,7 @@ def compare(
     max_new_tokens: int = 32,
     repeat: int = 3,
     progress: Callable[[str], None] = lambda step: None,
+    text_tower: TextTower | None = None,
 ) -> Comparison:
     """Answer without and with the policy (greedy), then time `repeat` prefills of each in turn.
 
@@ -90,22 +92,22 @@ def compare(
     progress("answering without a policy")
     unpruned.answer = _answer(loaded, inputs, max_new_tokens)
     progress(f"answering with {plan.policy.name}")
-    with _session(loaded, plan) as session:
+    with _session(loaded, plan, text_tower) as session:
         pruned.answer = _answer(loaded, inputs, max_new_tokens)
         report = session.report
     for number in range(repeat if report.visual_tokens else 0):
         progress(f"timing prefill {number + 1} of {repeat}")
-        _time(loaded, plan, inputs, unpruned, policy=False)
-        _time(loaded, plan, inputs, pruned, policy=True)
+        _time(loaded, plan, inputs, unpruned, nullcontext())
+        _time(loaded, plan, inputs, pruned, _session(loaded, plan, text_tower))
     return Comparison(plan, report, unpruned, pruned)
 
 
 @contextmanager
-def _session(loaded: Loaded, plan: Plan) -> Iterator[Session]:
+def _session(loaded: Loaded, plan: Plan, text_tower: TextTower | None) -> Iterator[Session]:
     """Enter the policy; a prompt without visual tokens is told by the report's notes, not by a warning."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NoVisualTokensWarning)
-        with compress(loaded.model, plan.policy, adapter=plan.adapter) as session:
+        with compress(loaded.model, plan.policy, adapter=plan.adapter, text_tower=text_tower) as session:
             yield session
 
 
@@ -117,12 +119,14 @@ def _answer(loaded: Loaded, inputs: Mapping[str, Any], max_new_tokens: int) -> s
     return answer.strip()
 
 
-def _time(loaded: Loaded, plan: Plan, inputs: Mapping[str, Any], timed: Timed, *, policy: bool) -> None:
-    """Run one prefill and its first token, and note the times."""
+def _time(
+    loaded: Loaded, plan: Plan, inputs: Mapping[str, Any], timed: Timed, policy: AbstractContextManager[Any]
+) -> None:
+    """Run one prefill and its first token inside `policy`, and note the times."""
     model = loaded.model
     with (
         time_layers(plan.adapter.layers(model)) as times,
-        _session(loaded, plan) if policy else nullcontext(),
+        policy,
         torch.no_grad(),
     ):
         started = perf_counter()

@@ -195,8 +195,9 @@ class Session:
             )
         if self.plan.needs("paired") and self.text_tower is None:
             raise SessionError(
-                f"policy {self.policy.name!r} compares images with text in a tower that aligns them; give one with "
-                "compress(model, policy, text_tower=...) (tokenprune.text_tower.ClipText), or score with 'of: tokens'"
+                f"policy {self.policy.name!r} compares images with text in a tower that aligns them; give one: "
+                "--text-tower on the command line, compress(model, policy, text_tower=ClipText.from_pretrained(...)) in "
+                "Python; or score with the prompt's own embeddings, 'of: tokens'"
             )
         form = compat.mask_form(self._decoder.config)
         if form == "flash" and self.policy.proportional_attention:
