@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Annotated, Literal
@@ -147,12 +148,38 @@ def distances(a: Tensor, b: Tensor, metric: Metric) -> Tensor:
         return 1 - cosine
     # Not by way of a product of matrices: the same point has distance 0, and a row does not depend on its batch.
     gap: Tensor = torch.cdist(a, b, compute_mode="donot_use_mm_for_euclid_dist")
-    scaled: Tensor = gap / a.shape[-1] ** 0.5
-    return scaled
+    return gap / math.sqrt(a.shape[-1])
 
 
-def nearest(distance: Tensor, there: Tensor) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True, eq=False)
+class Pairs:
+    """Distances [B, N, M] that are computed a few rows at a time: all of them at once would be the largest tensor of a layer.
+
+    a: [B, N, C]. b: [B, M, C].
+    """
+
+    a: Tensor
+    b: Tensor
+    metric: Metric
+
+    def blocks(self, numbers: int = 1 << 22) -> Iterator[tuple[slice, Tensor]]:
+        """Yield ([rows], [B, r, M]) of about `numbers` distances at a time."""
+        step = max(1, numbers // max(self.b.shape[0] * self.b.shape[1], 1))
+        for start in range(0, self.a.shape[1], step):
+            rows = slice(start, min(start + step, self.a.shape[1]))
+            yield rows, distances(self.a[:, rows], self.b, self.metric)
+
+    def of(self, row: Tensor) -> Tensor:
+        """Return [B, M]: the distances of one token of each row of the batch."""
+        one = self.a[torch.arange(len(row), device=row.device), row].unsqueeze(1)
+        return distances(one, self.b, self.metric)[:, 0]
+
+
+def nearest(distance: Pairs | Tensor, there: Tensor) -> tuple[Tensor, Tensor]:
     """Return ([B, N], [B, N]): the nearest of the M targets that are `there` [B, M], ties to the first, and how far it is."""
+    if isinstance(distance, Pairs):
+        found = [nearest(block, there) for _, block in distance.blocks()]
+        return torch.cat([index for index, _ in found], dim=1), torch.cat([gap for _, gap in found], dim=1)
     masked = distance.masked_fill(~there.unsqueeze(1), torch.inf)
     index = masked.argmin(dim=2, keepdim=True)
     return index.squeeze(2), masked.gather(2, index).squeeze(2)
@@ -161,32 +188,41 @@ def nearest(distance: Tensor, there: Tensor) -> tuple[Tensor, Tensor]:
 # ---- density peaks ---------------------------------------------------------------------------------------------------
 
 
-def knn_density(distance: Tensor, valid: Tensor, neighbours: Tensor) -> Tensor:
+def knn_density(distance: Pairs, valid: Tensor, neighbours: Tensor) -> Tensor:
     """Return [B, N]: exp(-mean squared distance to the nearest `neighbours[b]` tokens, itself included)."""
     neighbours = torch.minimum(neighbours, valid.sum(dim=1)).clamp(min=1)
     most = int(neighbours.max()) if neighbours.numel() else 1
-    near = distance.masked_fill(~valid.unsqueeze(1), torch.inf).topk(most, dim=2, largest=False).values
-    squared = near.square().masked_fill(torch.arange(most, device=near.device) >= neighbours[:, None, None], 0.0)
-    mean = (squared.sum(dim=2) / neighbours.unsqueeze(1)).nan_to_num(posinf=0.0)
-    return (-mean).exp().masked_fill(~valid, 0.0)
+    beyond = torch.arange(most, device=valid.device) >= neighbours[:, None, None]
+    means = []
+    for _, block in distance.blocks():
+        near = block.masked_fill(~valid.unsqueeze(1), torch.inf).topk(most, dim=2, largest=False).values
+        means.append(near.square().masked_fill(beyond, 0.0).sum(dim=2) / neighbours.unsqueeze(1))
+    return (-torch.cat(means, dim=1).nan_to_num(posinf=0.0)).exp().masked_fill(~valid, 0.0)
 
 
-def gaussian_density(distance: Tensor, valid: Tensor, bandwidth: float) -> Tensor:
+def gaussian_density(distance: Pairs, valid: Tensor, bandwidth: float) -> Tensor:
     """Return [B, N]: sum over tokens of exp(-(distance / bandwidth)^2)."""
-    return (-(distance / bandwidth).square()).exp().masked_fill(~valid.unsqueeze(1), 0.0).sum(dim=2) * valid
+    sums = [
+        (-(block / bandwidth).square()).exp().masked_fill(~valid.unsqueeze(1), 0.0).sum(dim=2)
+        for _, block in distance.blocks()
+    ]
+    return torch.cat(sums, dim=1) * valid
 
 
-def to_denser(distance: Tensor, density: Tensor, valid: Tensor) -> Tensor:
+def to_denser(distance: Pairs, density: Tensor, valid: Tensor) -> Tensor:
     """Return [B, N]: distance to the nearest denser token; the densest has the largest distance of its row.
 
     Of equally dense tokens the first counts as denser, so that of two copies one is no peak.
     """
     place = ranked(density.masked_fill(~valid, -torch.inf))
-    both = valid.unsqueeze(1) & valid.unsqueeze(2)
-    most = distance.masked_fill(~both, 0.0).flatten(1).amax(dim=1)
-    denser = both & (place.unsqueeze(1) < place.unsqueeze(2))
-    near = distance.masked_fill(~denser, torch.inf).amin(dim=2)
-    return torch.where(near.isfinite(), near, most.unsqueeze(1)).masked_fill(~valid, 0.0)
+    near, most = [], torch.zeros(len(valid), device=valid.device)
+    for rows, block in distance.blocks():
+        both = valid.unsqueeze(1) & valid[:, rows].unsqueeze(2)
+        most = torch.maximum(most, block.masked_fill(~both, 0.0).flatten(1).amax(dim=1))
+        denser = both & (place.unsqueeze(1) < place[:, rows].unsqueeze(2))
+        near.append(block.masked_fill(~denser, torch.inf).amin(dim=2))
+    found = torch.cat(near, dim=1)
+    return torch.where(found.isfinite(), found, most.unsqueeze(1)).masked_fill(~valid, 0.0)
 
 
 @dataclass(frozen=True)
@@ -203,7 +239,7 @@ class Density(Features):
         if self.bandwidth is not None and not self.bandwidth > 0:
             raise ValueError(f"bandwidth is a distance > 0, not {self.bandwidth}")
 
-    def density(self, distance: Tensor, valid: Tensor) -> Tensor:
+    def density(self, distance: Pairs, valid: Tensor) -> Tensor:
         """Return [B, N]; 0 on padding."""
         if self.bandwidth is not None:
             return gaussian_density(distance, valid, self.bandwidth)

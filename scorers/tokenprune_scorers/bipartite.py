@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tokenprune.hookspecs import hookimpl
 from tokenprune.interfaces import PruneContext, Selector
-from tokenprune_scorers._clusters import Features, Ranks, compact, distances, nearest, ranked, take
+from tokenprune_scorers._clusters import Features, Pairs, Ranks, compact, nearest, ranked, take
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Bipartite(Selector, Features):
             target = self._targets(scores, alive)
             source = alive & ~target
             index, there = compact(target)
-            gap = nearest(distances(x, take(x, index), self.metric), there)[1]
+            gap = nearest(Pairs(x, take(x, index), self.metric), there)[1]
             closeness = (-gap).clamp(
                 min=torch.finfo(gap.dtype).min
             )  # a source without a target still ranks before padding

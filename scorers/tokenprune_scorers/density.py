@@ -12,7 +12,7 @@ from torch import Tensor
 from tokenprune.hookspecs import hookimpl
 from tokenprune.interfaces import Grouping, PruneContext, Scorer
 from tokenprune_scorers import _clusters
-from tokenprune_scorers._clusters import distances, to_denser
+from tokenprune_scorers._clusters import Pairs, to_denser
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Density(_clusters.Density, Scorer):
         """Return [B, N] float32."""
         inside = ctx if self.over is None else ctx.grouped(self.over)
         x = self.compared(inside)
-        distance = distances(x, x, self.metric)
+        distance = Pairs(x, x, self.metric)
         density = self.density(distance, inside.valid)
         score = density * to_denser(distance, density, inside.valid) if self.peaks else density
         return score if inside is ctx else inside.spread(score)

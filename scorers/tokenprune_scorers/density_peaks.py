@@ -15,7 +15,7 @@ from tokenprune.hookspecs import hookimpl
 from tokenprune.interfaces import PruneContext, Selector
 from tokenprune.tokens import Signal
 from tokenprune_scorers import _clusters
-from tokenprune_scorers._clusters import Ranks, distances, ranked, to_denser
+from tokenprune_scorers._clusters import Pairs, Ranks, ranked, to_denser
 
 _LAYOUT = Signal("layout")
 
@@ -71,14 +71,14 @@ class DensityPeaks(_clusters.Density, Selector):
         if self.every is not None:
             return self._by_frame(keep, ctx)
         x = self.compared(ctx)
-        distance = distances(x, x, self.metric)
+        distance = Pairs(x, x, self.metric)
         if self.cutoff is not None:
             able = ctx.valid if self.among is None else self.among.of(ctx)
             return _spaced(distance, self.density(distance, able), able, self.cutoff)
         able = ctx.valid if self.among is None else self.among.of(ctx, at_least=keep)
         return ranked(self._peaks(distance, able)) < keep.unsqueeze(1)
 
-    def _peaks(self, distance: Tensor, able: Tensor) -> Tensor:
+    def _peaks(self, distance: Pairs, able: Tensor) -> Tensor:
         density = self.density(distance, able)
         return (density * to_denser(distance, density, able)).masked_fill(~able, -torch.inf)
 
@@ -90,7 +90,7 @@ class DensityPeaks(_clusters.Density, Selector):
         back = _place_from_end(row)
         x = self.compared(frames)
         able = frames.valid if self.among is None else self.among.of(frames)
-        score = self._peaks(distances(x, x, self.metric), able)
+        score = self._peaks(Pairs(x, x, self.metric), able)
         room, given = frames.valid.sum(dim=1), torch.zeros_like(row)
         for chosen in (back % self.every == 0, back % self.every != 0):
             left = keep - torch.zeros_like(keep).index_add_(0, row, given)
@@ -98,7 +98,7 @@ class DensityPeaks(_clusters.Density, Selector):
         return frames.spread(ranked(score.masked_fill(~frames.valid, -torch.inf)) < given.unsqueeze(1))
 
 
-def _spaced(distance: Tensor, density: Tensor, able: Tensor, cutoff: float) -> Tensor:
+def _spaced(distance: Pairs, density: Tensor, able: Tensor, cutoff: float) -> Tensor:
     """Return [B, N] bool: in order of density, the tokens with no chosen one within the cutoff."""
     key = density.masked_fill(~able, -torch.inf)
     chosen = torch.zeros_like(able)
@@ -108,7 +108,7 @@ def _spaced(distance: Tensor, density: Tensor, able: Tensor, cutoff: float) -> T
         pick = key.masked_fill(~alive, -torch.inf).argmax(dim=1)
         there = alive[rows, pick]
         chosen[rows, pick] |= there
-        alive &= ~((distance[rows, pick] <= cutoff) & there.unsqueeze(1))
+        alive &= ~((distance.of(pick) <= cutoff) & there.unsqueeze(1))
         alive[rows, pick] = False
     return chosen
 

@@ -14,9 +14,9 @@ from tokenprune.hookspecs import hookimpl
 from tokenprune.interfaces import Merged, Merger, PruneContext
 from tokenprune_scorers._clusters import (
     MergedFeatures,
+    Pairs,
     Ranks,
     compact,
-    distances,
     nearest,
     put,
     sizes_of,
@@ -58,7 +58,7 @@ class NearestMean(Merger, MergedFeatures):
         if self.sources is not None:
             source = source & self.sources.of(ctx)
         x = self.of(hidden, ctx)
-        owner, gap = nearest(distances(x, take(x, index), self.metric), there)
+        owner, gap = nearest(Pairs(x, take(x, index), self.metric), there)
         if self.within is not None:
             source = source & (gap <= self.within)
         sizes = sizes_of(ctx)

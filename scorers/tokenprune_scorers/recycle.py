@@ -15,9 +15,9 @@ from tokenprune.interfaces import Merged, Merger, PruneContext
 from tokenprune_scorers._clusters import (
     MergedFeatures,
     Metric,
+    Pairs,
     Place,
     compact,
-    distances,
     knn_density,
     nearest,
     ranked,
@@ -83,9 +83,9 @@ class Recycle(Merger, MergedFeatures):
         best = dropped & (ranked(scores_of(ctx).masked_fill(~dropped, -torch.inf)) < back.unsqueeze(1))
         index, there = compact(best)
         x = take(self.of(hidden, ctx), index)
-        centre = self._centres(distances(x, x, self.metric), there, clusters)  # [B, E] among the tokens that came back
+        centre = self._centres(Pairs(x, x, self.metric), there, clusters)  # [B, E] among the tokens that came back
         lives = torch.arange(centre.shape[1], device=centre.device) < clusters.unsqueeze(1)
-        owner = nearest(distances(x, take(x, centre), self.metric), lives)[0]
+        owner = nearest(Pairs(x, take(x, centre), self.metric), lives)[0]
         own = torch.where(lives, torch.arange(centre.shape[1], device=centre.device), owner.gather(1, centre))
         owner = owner.scatter(1, centre, own)  # a centre is its own, also where it is a copy of another one
         sizes = sizes_of(ctx)
@@ -93,7 +93,7 @@ class Recycle(Merger, MergedFeatures):
         mean = total / torch.where(number > 0, number, 1.0).unsqueeze(2)
         return with_extras(hidden, kept, sizes, (mean, number, index.gather(1, centre), lives), self.place)
 
-    def _centres(self, distance: Tensor, there: Tensor, clusters: Tensor) -> Tensor:
+    def _centres(self, distance: Pairs, there: Tensor, clusters: Tensor) -> Tensor:
         k = clusters if self.neighbours is None else torch.full_like(clusters, self.neighbours)
         density = knn_density(distance, there, k)
         score = (density * to_denser(distance, density, there)).masked_fill(~there, -torch.inf)

@@ -16,7 +16,7 @@ from tokenprune.groupings import Frame, dense
 from tokenprune.hookspecs import hookimpl
 from tokenprune.interfaces import Grouping, PruneContext
 from tokenprune.tokens import Signal, Site
-from tokenprune_scorers._clusters import distances, knn_density, nearest, ranked, share, to_denser
+from tokenprune_scorers._clusters import Pairs, knn_density, nearest, ranked, share, to_denser
 from tokenprune_scorers._video import LAYOUT, likeness, places
 
 
@@ -96,7 +96,7 @@ class Segments(Grouping):
 
     def _peaks(self, means: Tensor, there: Tensor) -> Tensor:
         """Return [C, F] int64."""
-        distance = distances(means, means, "euclidean")
+        distance = Pairs(means, means, "euclidean")
         count = there.sum(dim=1)
         density = knn_density(distance, there, torch.full_like(count, self.neighbours))
         score = (density * to_denser(distance, density, there)).masked_fill(~there, -torch.inf)
