@@ -19,7 +19,19 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 
 from tokenprune.errors import InputError, LoadError, first_sentence
 
-__all__ = ["Loaded", "LoadedConfig", "Sample", "load", "load_config", "open_image", "prepare", "sample", "seen_image"]
+__all__ = [
+    "Loaded",
+    "LoadedConfig",
+    "Sample",
+    "load",
+    "load_config",
+    "open_image",
+    "prepare",
+    "read_samples",
+    "sample",
+    "samples",
+    "seen_image",
+]
 
 EMBEDDED = Path(__file__).parent / "embedded"
 T = TypeVar("T")
@@ -95,11 +107,39 @@ def load_config(source: str | Path | None = None) -> LoadedConfig:
 
 def sample() -> Sample:
     """Return the first packaged sample of the embedded model's test split."""
+    return samples()[0]
+
+
+def samples() -> list[Sample]:
+    """Return every packaged picture with its first question."""
     listing = EMBEDDED / "samples" / "samples.json"
     if not listing.is_file():
-        raise LoadError("this installation holds no sample picture; give one with --image")
-    first = json.loads(listing.read_text(encoding="utf-8"))["samples"][0]
-    return Sample(listing.parent / first["file"], first["questions"][0]["question"])
+        raise LoadError("this installation holds no sample picture; give one with --image, or some with --data")
+    found = json.loads(listing.read_text(encoding="utf-8"))["samples"]
+    return [Sample(listing.parent / one["file"], one["questions"][0]["question"]) for one in found]
+
+
+def read_samples(path: str | Path) -> list[Sample]:
+    """Return the samples of a JSONL file: one `{"image": file, "prompt": text}` a line, files relative to it."""
+    place = Path(path)
+    try:
+        lines = place.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise LoadError(f"{str(path)!r} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    made = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            one = json.loads(line)
+            made.append(Sample(place.parent / one["image"], one["prompt"]))
+        except (ValueError, TypeError, KeyError):
+            raise LoadError(
+                f'{path}:{number}: a line is {{"image": "file.png", "prompt": "text"}}, not {line.strip()[:60]!r}'
+            ) from None
+    if not made:
+        raise LoadError(f"{str(path)!r} holds no sample")
+    return made
 
 
 def open_image(path: str | Path) -> Image.Image:
