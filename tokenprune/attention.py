@@ -5,14 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from tokenprune.errors import PluginContractError
 
-__all__ = ["Attention", "AttentionRows", "GivenAttention"]
+__all__ = ["Attention", "AttentionRows", "GivenAttention", "RowMask"]
 
 
 class Attention(ABC):
@@ -84,12 +84,19 @@ def _over_heads(probabilities: Tensor, heads: str | int) -> Tensor:
     return probabilities.mean(dim=1, keepdim=True) if heads == "mean" else probabilities.sum(dim=1, keepdim=True)
 
 
+class RowMask(Protocol):
+    """The additive mask of many query rows, made a few rows at a time: all of them would be an n x n matrix."""
+
+    def rows(self, index: Tensor) -> Tensor:
+        """Return [B or 1, 1 or H, r, K] of the query rows numbered `index` [B, r] among the R rows."""
+
+
 @dataclass(frozen=True, eq=False)
 class AttentionRows(Attention):
     """Rows computed beside the model's kernel from its own queries and keys.
 
     queries: [B, H, R, d] and keys [B, Hkv, K, d], as the kernel received them (or before the rotary embedding).
-    bias: [B or 1, 1 or H, R, K] additive mask of the same rows (causal, padding, sliding window), or None.
+    bias: additive mask of the same rows (causal, padding, sliding window): [B or 1, 1 or H, R, K], a `RowMask`, or None.
     columns: [B, N] where the visual tokens are among the K keys. columns_valid: [B, N], False on the padding of shorter rows.
     rows_valid: [B, R] False where a row of the batch has fewer query rows than R.
     scaling: factor applied to q.k, as the model's own kernel uses it. softcap: logit soft cap of the model, or None.
@@ -98,7 +105,7 @@ class AttentionRows(Attention):
 
     queries: Tensor
     keys: Tensor
-    bias: Tensor | None
+    bias: Tensor | RowMask | None
     columns: Tensor
     rows_valid: Tensor
     scaling: float
@@ -122,7 +129,7 @@ class AttentionRows(Attention):
                 logits = self.softcap * torch.tanh(logits / self.softcap)
             if self.bias is not None:
                 # Masks hold the lowest number of the model's dtype; in float64 that is -inf here, and a padded row NaN.
-                logits = logits + self.bias[:, :, block].float().clamp(min=torch.finfo(torch.float32).min)
+                logits += self._mask(block).float().clamp(min=torch.finfo(torch.float32).min)
             columns = self.columns[:, None, None, :].expand(-1, heads, block.stop - start, -1)
             if normalise == "visual":
                 logits = logits.gather(-1, columns)
@@ -133,12 +140,19 @@ class AttentionRows(Attention):
                 probabilities = logits.softmax(dim=-1).gather(-1, columns)
             yield probabilities, self.rows_valid[:, block]
 
+    def _mask(self, block: slice) -> Tensor:
+        assert self.bias is not None
+        if isinstance(self.bias, Tensor):
+            return self.bias[:, :, block]
+        index = torch.arange(block.start, block.stop, device=self.columns.device)
+        return self.bias.rows(index.expand(self.columns.shape[0], -1))
+
     def joined(self) -> AttentionRows:
         """Return the rows with heads joined; keys of grouped heads are repeated to the width of the queries."""
         groups = self.queries.shape[1] // self.keys.shape[1]
         keys = self.keys.repeat_interleave(groups, dim=1)
         queries, keys = (x.transpose(1, 2).flatten(2).unsqueeze(1) for x in (self.queries, keys))
-        bias = None if self.bias is None else self.bias[:, :1]
+        bias = self.bias[:, :1] if isinstance(self.bias, Tensor) else self.bias
         return replace(self, queries=queries, keys=keys, bias=bias, scaling=queries.shape[-1] ** -0.5)
 
     def pooled(self) -> AttentionRows:
@@ -147,7 +161,9 @@ class AttentionRows(Attention):
         mean = (self.queries.float() * weight).sum(dim=2, keepdim=True) / weight.sum(dim=2, keepdim=True).clamp(min=1)
         last = (self.rows_valid.sum(dim=1) - 1).clamp(min=0)
         bias = self.bias
-        if bias is not None:
+        if bias is not None and not isinstance(bias, Tensor):
+            bias = bias.rows(last.unsqueeze(1))
+        elif bias is not None:
             rows = last[:, None, None, None].expand(-1, bias.shape[1], 1, bias.shape[3])
             bias = bias.expand(len(last), -1, -1, -1).gather(2, rows)
         return replace(

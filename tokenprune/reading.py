@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -115,18 +116,37 @@ def _from_the_right(mask: Tensor) -> Tensor:
     return mask.long().flip(1).cumsum(1).flip(1)
 
 
-def bias_of(call: compat.AttentionCall, rows: Tensor, past: int) -> Tensor | None:
-    """Return the additive mask [B or 1, 1 or H, R, K] of the query rows, in the kernel's own terms."""
-    keys = call.key.shape[-2]
+def bias_of(call: compat.AttentionCall, rows: Tensor, past: int) -> KernelMask | None:
+    """Return the additive mask of the query rows at the slots `rows` [B, R], in the kernel's own terms."""
     if call.mask is not None and call.mask.ndim == 4:
-        cut = take(call.mask[..., :keys], rows, 2)
-        return cut if cut.dtype != torch.bool else _additive(cut)
+        return KernelMask(call.mask, rows, past, call.key.shape[-2])
     if not getattr(call.module, "is_causal", True):
         return None
-    allowed = torch.arange(keys, device=rows.device) <= (rows + past).unsqueeze(-1)  # [B, R, K]
-    if call.mask is not None:  # the 2-D mask of a flash kernel
-        allowed = allowed & call.mask[:, None, :keys].bool()
-    return _additive(allowed.unsqueeze(1))
+    return KernelMask(call.mask, rows, past, call.key.shape[-2])
+
+
+@dataclass(frozen=True, eq=False)
+class KernelMask:
+    """The mask a kernel was called with, for some of its query rows, a few at a time.
+
+    mask: 4-D as the model made it, 2-D of a flash kernel, or None for the causal rule alone. slots: [B, R] of the rows.
+    """
+
+    mask: Tensor | None
+    slots: Tensor
+    past: int
+    keys: int
+
+    def rows(self, index: Tensor) -> Tensor:
+        """Return [B or 1, 1 or H, r, K] additive, of the rows numbered `index` [B, r]."""
+        slots = self.slots.gather(1, index)
+        if self.mask is not None and self.mask.ndim == 4:
+            cut = take(self.mask[..., : self.keys], slots, 2)
+            return cut if cut.dtype != torch.bool else _additive(cut)
+        allowed = torch.arange(self.keys, device=slots.device) <= (slots + self.past).unsqueeze(-1)  # [B, r, K]
+        if self.mask is not None:
+            allowed = allowed & self.mask[:, None, : self.keys].bool()
+        return _additive(allowed.unsqueeze(1))
 
 
 def _additive(allowed: Tensor) -> Tensor:

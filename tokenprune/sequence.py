@@ -275,7 +275,8 @@ def cut_mask(
 
 def _float(allowed: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a boolean mask in additive form."""
-    return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill(~allowed, torch.finfo(dtype).min)
+    # In place, as below: a mask of n x n numbers is the largest tensor of a layer, and two of them would be the peak.
+    return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, torch.finfo(dtype).min)
 
 
 def _weighed(cut: Tensor, keys: Slots, dtype: torch.dtype) -> Tensor:
@@ -283,7 +284,7 @@ def _weighed(cut: Tensor, keys: Slots, dtype: torch.dtype) -> Tensor:
     if keys.log_sizes is None:
         return cut
     cut = _float(cut, dtype) if cut.dtype == torch.bool else cut
-    return cut + keys.log_sizes[:, None, None, :].to(cut.dtype)
+    return cut.add_(keys.log_sizes[:, None, None, :].to(cut.dtype))
 
 
 def _free_dead_rows(cut: Tensor, dead_rows: Tensor | None) -> Tensor:

@@ -252,11 +252,18 @@ class Density(Features):
 def totals(states: Tensor, owner: Tensor, taken: Tensor, owners: int, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return ([B, K, D], [B, K]): weighted sum of the `taken` tokens of each owner 0..K-1, and the sum of their weights.
 
-    A product with a one-hot matrix, not a scatter, because sums of a scatter depend on the order on a GPU.
+    A product with a one-hot matrix, not a scatter, because sums of a scatter depend on the order on a GPU; a block of owners
+    at a time, because all of them at once would be [K, N].
     """
-    belongs = (owner.unsqueeze(1) == torch.arange(owners, device=owner.device)[:, None]) & taken.unsqueeze(1)
-    share_of = belongs * weight.unsqueeze(1)
-    return share_of @ states.float().masked_fill(~taken.unsqueeze(2), 0.0), share_of.sum(dim=2)
+    inside = states.float().masked_fill(~taken.unsqueeze(2), 0.0)
+    step = max(1, (1 << 22) // max(owner.numel(), 1))
+    sums, weights = [], []
+    for start in range(0, owners, step):
+        block = torch.arange(start, min(start + step, owners), device=owner.device)
+        share_of = ((owner.unsqueeze(1) == block[:, None]) & taken.unsqueeze(1)) * weight.unsqueeze(1)
+        sums.append(share_of @ inside)
+        weights.append(share_of.sum(dim=2))
+    return torch.cat(sums, dim=1), torch.cat(weights, dim=1)
 
 
 def put(states: Tensor, index: Tensor, there: Tensor, rows: Tensor) -> Tensor:
