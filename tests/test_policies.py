@@ -17,6 +17,7 @@ from tokenprune.loading import load, open_image, prepare, sample
 from tokenprune.plan import adapter_for, plan
 from tokenprune.policy import Policy, PolicyInfo, list_policies
 from tokenprune.session import compress
+from tokenprune.testing import check_policy
 
 INFOS = list_policies()
 IDS = [info.name for info in INFOS]
@@ -94,6 +95,34 @@ def test_plans_on_every_family_that_has_its_signals_and_is_refused_with_the_reas
                 assert any(text in problem.message and holds for text, holds in reasons.items()), (family, str(problem))
     if policy.written_for.llm is not None or not any(stage.at.text.startswith("llm.layers") for stage in policy.stages):
         assert planned or shallow
+
+
+def firsts() -> list[PolicyInfo]:
+    """Return one policy of every method that only drops: what merges has no masked dense run to be equal to."""
+    found: dict[str, PolicyInfo] = {}
+    for info in INFOS:
+        if not any(stage.merger.changes_states for stage in Policy.load(info.name).stages):
+            found.setdefault(info.path.parent.name, info)
+    return list(found.values())
+
+
+@pytest.mark.parametrize("info", firsts(), ids=lambda info: info.name)
+def test_one_policy_of_every_dropping_method_equals_the_masked_dense_run(
+    info: PolicyInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    policy = Policy.load(info.name)
+    model, inputs = bed.for_policy(policy)
+    extra = bed.resources(policy, model, tmp_path)
+    never = (zoo.IMAGE, zoo.VIDEO, 96, 97)
+    report = check_policy(model, inputs, policy, steps=3, forbidden_tokens=never, **extra)
+    assert report.stages or report.decoding
+
+
+def test_there_are_as_many_as_the_field_has() -> None:
+    assert len(INFOS) >= 60
+    methods = {info.path.parent.name for info in INFOS if info.paper}
+    assert len(methods) >= 35
 
 
 @cache

@@ -20,6 +20,7 @@ from tokenprune.interfaces import AttentionRows, Layout, Paired, PruneContext, T
 from tokenprune.policy import Policy
 from tokenprune.report import Report
 from tokenprune.session import compress
+from tokenprune.text_tower import TextTower
 from tokenprune.tokens import Signal
 
 __all__ = ["Signals", "check_policy", "grid_layout", "hidden_columns", "make_context"]
@@ -116,12 +117,13 @@ def check_policy(
     steps: int = 20,
     atol: float = 1e-5,
     forbidden_tokens: tuple[int, ...] = (),
+    text_tower: TextTower | None = None,
 ) -> Report:
     """Prove that `policy` on `model` equals the dense run with the dropped columns hidden; return the report.
 
     Compares prefill logits at every position that is alive to the end and not padding, then the logits of `steps` greedy
     decoding steps of `generate` and the tokens themselves. forbidden_tokens: never generated (placeholder ids, which a
-    random model may produce).
+    random model may produce). text_tower: as `compress` takes it.
     """
     generate = {
         "max_new_tokens": steps,
@@ -132,7 +134,7 @@ def check_policy(
         "suppress_tokens": list(forbidden_tokens) or None,
     }
     with torch.no_grad():
-        with compress(model, policy) as session:
+        with compress(model, policy, text_tower=text_tower) as session:
             pruned = model(**inputs).logits
             report = session.report
             generated = model.generate(**inputs, **generate)
