@@ -21,6 +21,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 __all__ = [
+    "ENCODED_IMAGES",
     "AttentionCall",
     "DynamicLayer",
     "DynamicSlidingWindowLayer",
@@ -36,6 +37,8 @@ __all__ = [
     "transformers_version",
 ]
 
+# Where `generate` of newer versions, which encodes images before the prefill, puts what it got.
+ENCODED_IMAGES = "mm_encoder_outputs"
 CACHE_NAMES = ("cache", "past_key_values", "past_key_value")
 _CROPS_BY_REMOVING = "tokens_to_remove" in inspect.signature(DynamicLayer.crop).parameters
 

@@ -217,6 +217,8 @@ class Session:
         given = {name: value for name, value in _named(module, args, kwargs).items() if value is not None}
         if module is self.model:
             self._inputs, self._mask = {}, None  # what a pass that failed on the way may have left
+            if any(name.startswith("pixel_values") for name in given):
+                self._eyes.close()  # the tower is about to run on these pixels
         self._inputs.update(given)
         self._ran = True
         pixels = next((name for name in given if name.startswith("pixel_values")), None)
@@ -238,7 +240,7 @@ class Session:
         run.prompts = inputs.get("input_ids")
         run.find_visuals(mask, inputs.get("attention_mask"))
         vision = self._eyes.taken() if run.visuals is not None else None
-        if run.visuals is not None and vision is not None:
+        if run.visuals is not None and vision is not None and _brings_images(inputs):
             try:
                 vision.lay(run.visuals)
                 run.vision = vision
@@ -443,7 +445,9 @@ class Session:
         visuals, states = run.visuals, given["hidden_states"]
         assert visuals is not None
         probed = [s for s in stage.signals if s.is_here and s.name in _OF_A_KERNEL and s.layer == "this"]
-        found = self._probe(run, layer, index, self._cut(run, index, given, states) or given, probed)
+        found: dict[Signal, Any] = {}
+        if probed:
+            found = self._probe(run, layer, index, self._cut(run, index, given, states) or given, probed)
         signals: dict[Any, Any] = {}
         for signal in stage.signals:
             if signal in found:
@@ -683,6 +687,11 @@ def _named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if not args:
         return kwargs
     return {**dict(zip(inspect.signature(module.forward).parameters, args, strict=False)), **kwargs}
+
+
+def _brings_images(inputs: Mapping[str, Any]) -> bool:
+    """Return whether a forward pass was given images, or what the tower made of them a moment ago (`generate`)."""
+    return any(name.startswith("pixel_values") or name == compat.ENCODED_IMAGES for name in inputs)
 
 
 def _modules_between(model: nn.Module, decoder: nn.Module) -> list[nn.Module]:
