@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+import transformers as T
 import zoo
 from torch import Tensor
 
@@ -112,6 +113,27 @@ def test_tower_attention_equals_the_matrices_of_an_eager_tower(attention: str) -
         rows = [expected[:1], expected[1:3], expected[:0]]
         for got, want in zip(record.scores, rows, strict=True):
             torch.testing.assert_close(got, want.flatten(), atol=1e-6, rtol=1e-4)
+
+
+def test_a_tower_without_a_cls_token() -> None:
+    """SigLIP: what a patch receives equals the eager matrices; rows that do not exist are refused."""
+    torch.manual_seed(0)
+    config = T.LlavaConfig(
+        vision_config=zoo.siglip(), text_config=zoo.text("llama"), image_token_index=zoo.IMAGE,
+        vision_feature_select_strategy="full",
+    )  # fmt: skip
+    model, inputs = T.LlavaForConditionalGeneration(config).eval(), LLAVA.inputs(2)
+    wanted = policy("siglip", stage("vision.output", RECEIVED, keep_ratio=0.5, per="image"))
+    report = check_policy(model, inputs, wanted, steps=2, forbidden_tokens=LLAVA.suppress)
+    tower = model.model.vision_tower
+    tower.set_attn_implementation("eager")
+    with torch.no_grad():
+        expected = tower(inputs["pixel_values"], output_attentions=True).attentions[-1].mean(1).mean(1)
+    assert report.stages[0].scores is not None
+    for row, want in zip(report.stages[0].scores, expected, strict=True):
+        torch.testing.assert_close(row, want, atol=1e-6, rtol=1e-4)
+    with pytest.raises(PolicyError, match="this tower has no CLS token; use query: all"):
+        plan(policy("x", stage("projector.output", CLS, keep_ratio=0.5)), model)
 
 
 def test_tower_states_keys_and_projector_outputs_are_what_the_modules_gave(monkeypatch: pytest.MonkeyPatch) -> None:
