@@ -19,6 +19,10 @@ class QwenVLAdapter(DecoderAdapter):
         """Return None: it depends on the image."""
         return None
 
+    def renumbers(self, config: Any) -> str:
+        """Return why not: whatever the configuration says, the family has 3-D positions."""
+        return "its positions are grids of time, row and column (M-RoPE), not one sequence"
+
     def tower(self, config: Any) -> Tower | None:
         """Return the tower, whose merger joins `spatial_merge_size`^2 adjacent patches into a token."""
         vision = config.vision_config
