@@ -234,7 +234,7 @@ class Budget(Options):
         alive = ctx.valid.sum(dim=1)
         base = original if self.of == "original" else alive
         if self.keep_tokens is not None:
-            wanted = ctx.number(self.keep_tokens).double().floor().long()
+            wanted = (ctx.number(self.keep_tokens).double() + 1e-4).floor().long()  # statistics are float32
         elif isinstance(self.keep_ratio, Quantity):
             ratio = ctx.number(self.keep_ratio).double().clamp(0, 1)
             # Statistics are float32: a share of exactly 0.7 must still be 56 of 80.
